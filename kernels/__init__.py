@@ -1,0 +1,1 @@
+"""Tensor operations: a readable torch reference of each, faster ones per device. Knows torch and nothing else."""

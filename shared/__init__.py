@@ -1,0 +1,1 @@
+"""What every service stands on: contracts, queues, jobs, artifacts, catalog, models, decoding."""

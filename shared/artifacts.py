@@ -1,0 +1,131 @@
+"""Content-addressed artifacts on a local folder or an object store (fsspec).
+
+An artifact is a folder ``<kind>/sha256-<digest>/`` with its files and a ``manifest.json``. The digest is that of the
+files' names and contents, so the same input, seed and device give the same reference; the manifest says what made it.
+The manifest is written last: an artifact without one does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from semantide.shared.errors import Corrupt, NotFound
+from semantide.shared.version import code_version
+
+_CHUNK_BYTES = 1 << 20
+
+
+def digest_bytes(data: bytes) -> str:
+    """Hex sha256 of some bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Hex sha256 of a file."""
+    sha = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_CHUNK_BYTES):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+class ArtifactStore:
+    """Puts folders in and hands folders out; the same files give the same reference."""
+
+    def __init__(self, root: str, cache: Path | None = None) -> None:
+        self.fs, self.root = fsspec.core.url_to_fs(root)
+        self._local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+        self._cache = cache or Path(tempfile.gettempdir()) / f"semantide-artifacts-{os.getuid() if hasattr(os, 'getuid') else 0}"
+
+    def put(self, kind: str, folder: Path, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, str] | None = None, seed: int | None = None) -> str:
+        """Store every file below ``folder`` and return the reference ``<kind>/sha256-...``."""
+        files = {}
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(folder).as_posix()
+            if name == "manifest.json":
+                raise ValueError("manifest.json is the store's own name: give the file another one")
+            files[name] = {"sha256": digest_file(path), "bytes": path.stat().st_size}
+        if not files:
+            raise ValueError(f"no files below {folder}: an artifact holds at least one")
+        digest = digest_bytes(json.dumps({n: f["sha256"] for n, f in files.items()}, sort_keys=True).encode())
+        ref = f"{kind}/sha256-{digest}"
+        target = f"{self.root}/{ref}"
+        if self.exists(ref):
+            return ref
+        manifest = {"ref": ref, "files": files, "code": code_version(), "config": dict(config or {}), "inputs": dict(inputs or {}), "seed": seed}
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+        if self._local:
+            temporary = Path(self.root) / f".incoming-{uuid.uuid4().hex}"
+            try:
+                shutil.copytree(folder, temporary)
+                (temporary / "manifest.json").write_text(text)
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.rename(temporary, target)
+                except OSError:
+                    if not self.exists(ref):
+                        raise
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            for name in files:
+                self.fs.put_file(str(folder / name), f"{target}/{name}")
+            self.fs.pipe_file(f"{target}/manifest.json", text.encode())
+        return ref
+
+    def exists(self, ref: str) -> bool:
+        """Whether the artifact is complete in the store."""
+        return bool(self.fs.exists(f"{self.root}/{ref}/manifest.json"))
+
+    def manifest(self, ref: str) -> dict[str, Any]:
+        """The manifest: files, code version, config, inputs, seed.
+
+        Raises: NotFound.
+        """
+        if not self.exists(ref):
+            raise NotFound(f"artifact {ref} is not in {self.root}: list what is there with `semantide artifacts`, or run the job that makes it again")
+        manifest: dict[str, Any] = json.loads(self.fs.cat_file(f"{self.root}/{ref}/manifest.json"))
+        return manifest
+
+    def get(self, ref: str, *, verify: bool = True) -> Path:
+        """A local, read-only folder with the artifact's files; digests are checked.
+
+        Raises: NotFound, Corrupt.
+        """
+        manifest = self.manifest(ref)
+        folder = Path(self.root) / ref if self._local else self._fetch(ref, manifest)
+        if verify:
+            for name, entry in manifest["files"].items():
+                path = folder / name
+                if not path.is_file() or digest_file(path) != entry["sha256"]:
+                    raise Corrupt(f"{ref}: file {name} does not have the digest of its manifest ({entry['sha256'][:12]}...): delete the artifact and run its job again")
+        return folder
+
+    def _fetch(self, ref: str, manifest: Mapping[str, Any]) -> Path:
+        folder = self._cache / ref
+        if not (folder / "manifest.json").is_file():
+            temporary = self._cache / f".incoming-{uuid.uuid4().hex}"
+            for name in [*manifest["files"], "manifest.json"]:
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                self.fs.get_file(f"{self.root}/{ref}/{name}", str(temporary / name))
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return folder
+
+    def list(self, kind: str | None = None) -> list[str]:
+        """References of all complete artifacts, of one kind or of all."""
+        pattern = f"{self.root}/{kind or '*'}/sha256-*/manifest.json"
+        return sorted("/".join(str(path).rsplit("/", 3)[1:3]) for path in self.fs.glob(pattern))

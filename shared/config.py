@@ -1,0 +1,72 @@
+"""Settings of this deployment, from environment variables that begin with ``SEMANTIDE_``.
+
+Read once per process by the entry points (``services/local.py``, the command line) and passed on; never read at import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import AliasChoices, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Where things are and how much is allowed. Each field's description has its unit."""
+
+    model_config = SettingsConfigDict(env_prefix="SEMANTIDE_", extra="ignore", use_attribute_docstrings=True)
+
+    data_dir: Path = Path(".semantide")
+    """Folder of everything this stack keeps: events, artifacts, checkpoints, broker files."""
+    redis_url: str = Field(default="", validation_alias=AliasChoices("SEMANTIDE_REDIS_URL", "REDIS_URL", "redis_url"))
+    """Broker address, redis://[:password@]host:port/db. Empty: ``semantide up`` starts one of its own."""
+    artifacts_url: str = ""
+    """Root of the artifact store, any fsspec URL (s3://bucket/prefix). Empty: ``data_dir``/artifacts."""
+    host: str = "127.0.0.1"
+    """Address the APIs listen on. Beyond loopback an API key must be configured."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port of the APIs."""
+    url: str = ""
+    """Base address of a stack that the command line talks to. Empty: the one started in ``data_dir``."""
+    api_keys: str = ""
+    """Accepted API keys, separated by commas. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
+    import_roots: str = ""
+    """Folders that imports may read, separated by ':'. Empty: the working folder and ``data_dir``/uploads."""
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Largest request body, bytes."""
+    max_batch_rows: int = Field(default=5000, ge=1)
+    """Most interactions or items in one request, rows."""
+    actions: dict[str, float] = Field(default={"exposure": 0.0, "click": 1.0, "view": 1.0, "like": 2.0, "cart": 2.5, "order": 3.0, "hate": -1.0})
+    """Known actions and their intensity: below 1 exposed, from 1 clicked, from 3 ordered, negative disliked. JSON."""
+    history_length: int = Field(default=200, ge=1)
+    """Most recent interactions kept online per user, events."""
+    history_ttl_seconds: int = Field(default=90 * 86400, ge=60)
+    """How long an idle user's online history is kept, seconds."""
+    session_gap_seconds: int = Field(default=1800, ge=1)
+    """Silence that ends a session, seconds."""
+    job_slots: int = Field(default=1, ge=1)
+    """Jobs that one worker runs at the same time."""
+    job_attempts: int = Field(default=3, ge=1)
+    """Times a job is started before a crash of its process counts as failure."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port on which a worker process shows its metrics on loopback. 0: none."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector, http://host:4318. Empty: traces stay in the process, nothing leaves the machine."""
+    log_level: str = "INFO"
+    """Least severe level that is logged."""
+
+    @property
+    def artifacts_root(self) -> str:
+        """The artifact store's root as an fsspec URL or absolute path."""
+        return self.artifacts_url or str((self.data_dir / "artifacts").absolute())
+
+    @property
+    def key_list(self) -> list[str]:
+        """The configured API keys."""
+        return [key.strip() for key in self.api_keys.split(",") if key.strip()]
+
+    @property
+    def import_folders(self) -> list[Path]:
+        """Folders below which imports may read."""
+        folders = [Path(folder) for folder in self.import_roots.split(":") if folder] or [Path.cwd()]
+        return [folder.resolve() for folder in [*folders, self.data_dir / "uploads"]]

@@ -1,0 +1,145 @@
+"""Messages between rooms and the nouns they speak of. Frozen, unknown fields refused.
+
+One message type = one queue = one handler. Messages carry artifact references, never tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+ROOMS = ("ingestion", "tokenization", "training", "serving")
+
+# Which room runs which kind of long work.
+JOB_ROOMS: dict[str, str] = {
+    "import": "ingestion",
+    "dataset": "ingestion",
+    "tokenize": "tokenization",
+    "train": "training",
+    "evaluate": "training",
+}
+
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+ArtifactRef = Annotated[str, StringConstraints(pattern=r"^[a-z]+/sha256-[0-9a-f]{64}$")]
+
+
+class Contract(BaseModel):
+    """Base of everything that crosses a process boundary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Interaction(Contract):
+    """One thing a user did with one item.
+
+    Units: ``time`` is milliseconds since 1970-01-01 UTC.
+    """
+
+    user: Identifier
+    item: Identifier
+    time: int
+    action: Identifier = "click"
+    page: Identifier | None = None
+    value: float | None = None
+    event_id: Identifier | None = None
+
+
+class Item(Contract):
+    """One thing that can be recommended. ``deleted`` withdraws it for good."""
+
+    id: Identifier
+    title: str = ""
+    text: str = ""
+    categories: tuple[str, ...] = ()
+    attributes: dict[str, str] = {}
+    available: bool = True
+    deleted: bool = False
+    embedding: tuple[float, ...] | None = None
+
+    @field_validator("embedding")
+    @classmethod
+    def _finite(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None:
+            for position, number in enumerate(value):
+                if not (-3.4e38 < number < 3.4e38):
+                    raise ValueError(f"number {position} is {number}: an embedding holds finite float32 numbers; leave the field out where there is none")
+        return value
+
+
+class JobSpec(Contract):
+    """A piece of long work.
+
+    ``config`` overrides fields of the recipe or of the job's own config class; ``inputs`` names artifacts.
+    """
+
+    kind: Literal["import", "dataset", "tokenize", "train", "evaluate"]
+    recipe: str = ""
+    config: dict[str, Any] = {}
+    inputs: dict[str, ArtifactRef] = {}
+    seed: int = 0
+
+    @property
+    def room(self) -> str:
+        """The room whose workers run this kind of job."""
+        return JOB_ROOMS[self.kind]
+
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+
+class JobRecord(Contract):
+    """What is known of a job. Times are milliseconds since 1970-01-01 UTC."""
+
+    id: str
+    spec: JobSpec
+    state: JobState = "queued"
+    attempt: int = 0
+    done: float = 0
+    total: float = 0
+    unit: str = ""
+    stage: str = ""
+    artifacts: dict[str, ArtifactRef] = {}
+    result: dict[str, Any] = {}
+    error: str | None = None
+    cancel_requested: bool = False
+    created: int = 0
+    started: int | None = None
+    finished: int | None = None
+
+
+class Message(Contract):
+    """Base of what travels on a queue."""
+
+
+class RunJob(Message):
+    """A worker of ``room`` shall run this job."""
+
+    room: str
+    job_id: str
+
+
+class ItemsChanged(Message):
+    """Items were added, updated or withdrawn; tokenization spells the new ones.
+
+    ``items`` is an ``items/...`` artifact: one ``items.parquet`` with the changed items' current state (columns as in
+    ``shared/dataset.py``'s items.parquet, without ``count``, with ``deleted``).
+    """
+
+    items: ArtifactRef
+
+
+class CatalogReady(Message):
+    """A catalog was made (``extends`` is None) or got new items under the same tokenizer."""
+
+    catalog: ArtifactRef
+    extends: ArtifactRef | None = None
+
+
+class ModelTrained(Message):
+    """A generator was trained for a catalog; serving keeps it as a candidate, and promotes it when asked to."""
+
+    job_id: str
+    model: ArtifactRef
+    catalog: ArtifactRef
+    promote: bool = False

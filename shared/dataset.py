@@ -1,0 +1,85 @@
+"""The data set that tokenization, training and evaluation read: cleaned histories with a split.
+
+Artifact ``datasets/...``:
+    items.parquet  item, count, title, text, categories (list), attributes (JSON text), available, embedding (list or null)
+    users.parquet  user, items (list<int32>, rows of items.parquet, chronological, positive actions only), times (list<int64> ms),
+                   actions (list<string>), train_end, valid_end (int32)
+    pages.parquet  user (row of users.parquet), time (ms), items (list<int32>), actions (list<string>): everything shown on one page
+    dataset.json   configuration, counts, what cleaning dropped and why
+Of a user's n events, [:train_end] train, [train_end:valid_end] validate, [valid_end:] test. Nothing at or after
+``train_end`` may reach training, collaborative vectors or popularity counts (``count`` counts training events only).
+Legend: U users, E events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Part = Literal["valid", "test"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Histories of all users, one after another.
+
+    Shapes: ``items``, ``times`` [E]; ``offsets`` [U + 1]; ``train_end``, ``valid_end`` [U], counted within the user's events.
+    """
+
+    user_ids: tuple[str, ...]
+    item_ids: tuple[str, ...]
+    items: npt.NDArray[np.int32]
+    times: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    train_end: npt.NDArray[np.int32]
+    valid_end: npt.NDArray[np.int32]
+    item_table: pa.Table
+    header: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path) -> Dataset:
+        """Read a ``datasets`` artifact."""
+        users = pq.read_table(folder / "users.parquet").combine_chunks()
+        table = pq.read_table(folder / "items.parquet").combine_chunks()
+        items = users["items"].combine_chunks() if users.num_rows else pa.array([], pa.list_(pa.int32()))
+        times = users["times"].combine_chunks() if users.num_rows else pa.array([], pa.list_(pa.int64()))
+        lengths = np.asarray(items.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+        return cls(
+            user_ids=tuple(users["user"].to_pylist()),
+            item_ids=tuple(table["item"].to_pylist()),
+            items=items.flatten().to_numpy(zero_copy_only=False).astype(np.int32),
+            times=times.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            train_end=users["train_end"].to_numpy().astype(np.int32),
+            valid_end=users["valid_end"].to_numpy().astype(np.int32),
+            item_table=table,
+            header=json.loads((folder / "dataset.json").read_text()),
+        )
+
+    def history(self, user: int) -> npt.NDArray[np.int32]:
+        """All events of a user, rows of the item table."""
+        return self.items[self.offsets[user] : self.offsets[user + 1]]
+
+    def train_histories(self) -> Iterator[npt.NDArray[np.int32]]:
+        """The training part of every user, in user order."""
+        for user in range(len(self.user_ids)):
+            yield self.history(user)[: self.train_end[user]]
+
+    def cases(self, part: Part) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+        """(user, history, targets) of every user that has something to predict in this part.
+
+        At test time the validation events belong to the history.
+        """
+        for user in range(len(self.user_ids)):
+            events = self.history(user)
+            begin, end = (self.train_end[user], self.valid_end[user]) if part == "valid" else (self.valid_end[user], len(events))
+            if 0 < begin < end:
+                yield user, events[:begin], events[begin:end]

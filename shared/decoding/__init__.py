@@ -1,0 +1,1 @@
+"""Model-free beam search over the item trie."""

@@ -1,0 +1,56 @@
+"""Online history of each user: the last N interactions, kept in Redis for serving.
+
+One list a user, oldest first; each entry is ``time<TAB>action<TAB>item``. Idle lists expire.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from semantide.shared.contracts import Interaction
+
+
+class HistoryEvent(NamedTuple):
+    """One remembered interaction; ``time`` in milliseconds since 1970."""
+
+    item: str
+    time: int
+    action: str
+
+
+class Histories:
+    """Reads and appends online histories."""
+
+    def __init__(self, broker: Any, length: int, ttl_seconds: int) -> None:
+        self._broker, self._length, self._ttl_seconds = broker, length, ttl_seconds
+
+    @staticmethod
+    def key(user: str) -> str:
+        """The Redis key of one user's list."""
+        return f"semantide:history:{user}"
+
+    def append(self, rows: Iterable[Interaction]) -> None:
+        """Add interactions (chronological within a user), keep the last N, renew the expiry."""
+        by_user: dict[str, list[str]] = defaultdict(list)
+        for row in rows:
+            by_user[row.user].append(f"{row.time}\t{row.action}\t{row.item}")
+        pipe = self._broker.pipeline(transaction=False)
+        for user, entries in by_user.items():
+            pipe.rpush(self.key(user), *entries[-self._length :])
+            pipe.ltrim(self.key(user), -self._length, -1)
+            pipe.expire(self.key(user), self._ttl_seconds)
+        pipe.execute()
+
+    def get(self, user: str) -> list[HistoryEvent]:
+        """The user's events in order of time; empty for a user never seen."""
+        events = []
+        for entry in self._broker.lrange(self.key(user), 0, -1):
+            time, action, item = entry.decode().split("\t", 2)
+            events.append(HistoryEvent(item, int(time), action))
+        return sorted(events, key=lambda event: event.time)
+
+    def forget(self, user: str) -> None:
+        """Drop one user's history."""
+        self._broker.delete(self.key(user))

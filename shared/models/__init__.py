@@ -1,0 +1,1 @@
+"""Models: the generator over semantic ids, SASRec and popularity as baselines."""
