@@ -17,7 +17,6 @@ from celery import Celery
 from celery.exceptions import Retry as CeleryRetry
 from celery.signals import worker_ready, worker_shutdown
 from kombu.entity import Exchange, Queue
-
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
 from semantide.shared.errors import TransientError

@@ -15,7 +15,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-
 from semantide.services.ingestion.identity import HASH_BYTES, event_hashes
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA
@@ -52,16 +51,22 @@ def write_durably(table: pa.Table, path: Path) -> None:
         raise
 
 
+def read_segment(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one segment."""
+    with pq.ParquetFile(path) as file:
+        return file.read(columns=None if columns is None else list(columns))
+
+
 class EventLog:
     """Writes and lists segments of one manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
-    def append(self, table: pa.Table, hashes: Sequence[bytes] | None = None) -> list[int]:
+    def append(self, table: pa.Table, hashes: Sequence[bytes] | None = None, *, origin: str = "") -> list[int]:
         """Store the rows that are not yet stored, inside the manifest's open transaction; the positions of the new rows.
 
-        Of rows with the same event id the first is stored.
+        Of rows with the same event id the first is stored. ``origin`` keeps an import's segments apart until it has ended.
         """
         connection = self.manifest.connection
         assert connection.in_transaction, "append belongs into Manifest.writing()"
@@ -77,25 +82,29 @@ class EventLog:
             return []
         taken = table if len(rows) == table.num_rows else table.take(pa.array(rows, pa.int64()))
         kept = taken.append_column(SEGMENT_SCHEMA.field("event"), pa.array([hashes[row] for row in rows], pa.binary(HASH_BYTES))).cast(SEGMENT_SCHEMA)
-        self._add(kept)
+        self._add(kept, origin)
         # In the order of the key, so that pages of the index are touched once.
         connection.executemany("INSERT INTO seen VALUES (?)", ((key,) for _, key in fresh))
         self.manifest.count("stored", len(rows))
         return rows
 
-    def _add(self, table: pa.Table) -> None:
+    def _add(self, table: pa.Table, origin: str) -> None:
         path = self.manifest.segments / f"{uuid.uuid4().hex}.parquet"
+        self.manifest.created.append(path)
         write_durably(table, path)
         times = pc.min_max(table["time"]).as_py()
         actions = dict(Counter({entry["values"]: entry["counts"] for entry in pc.value_counts(table["action"]).to_pylist()}))
         self.manifest.connection.execute(
-            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, NULL)",
-            (path.name, table.num_rows, path.stat().st_size, times["min"], times["max"], json.dumps(actions, sort_keys=True)),
+            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, NULL)",
+            (path.name, table.num_rows, path.stat().st_size, times["min"], times["max"], json.dumps(actions, sort_keys=True), origin),
         )
 
-    def segments(self) -> list[Segment]:
-        """The segments that count now; their files stay readable for at least an hour after a merge."""
-        found = self.manifest.connection.execute("SELECT name, num_rows, num_bytes, first_time, last_time, actions FROM segments WHERE retired IS NULL ORDER BY name").fetchall()
+    def segments(self, origin: str | None = None) -> list[Segment]:
+        """The segments that count now (of one origin, or all); their files stay readable for at least an hour after a merge."""
+        found = self.manifest.connection.execute(
+            "SELECT name, num_rows, num_bytes, first_time, last_time, actions FROM segments WHERE retired IS NULL AND (?1 IS NULL OR origin = ?1) ORDER BY name",
+            (origin,),
+        ).fetchall()
         return [Segment(self.manifest.segments / name, rows, size, first, last, json.loads(actions)) for name, rows, size, first, last, actions in found]
 
     def merge_small(self, *, at_least: int = 32, small_rows: int = 100_000, now: float | None = None) -> int:
@@ -103,7 +112,7 @@ class EventLog:
 
         Steady traffic writes one small segment a flush: unmerged, a day of it would be a hundred thousand files.
         """
-        small = [segment for segment in self.segments() if segment.num_rows < small_rows]
+        small = [segment for segment in self.segments("") if segment.num_rows < small_rows]
         if len(small) < at_least:
             return 0
         small = small[:256]
@@ -112,7 +121,7 @@ class EventLog:
             alive = {name for (name,) in connection.execute("SELECT name FROM segments WHERE retired IS NULL").fetchall()}
             if not alive.issuperset(names):
                 return 0
-            self._add(pa.concat_tables([pq.read_table(segment.path, schema=SEGMENT_SCHEMA) for segment in small]))
+            self._add(pa.concat_tables([read_segment(segment.path) for segment in small]), "")
             retired = int((time.time() if now is None else now) * 1000)
             connection.executemany("UPDATE segments SET retired = ? WHERE name = ?", [(retired, name) for name in names])
         return len(names)

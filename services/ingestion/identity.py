@@ -11,7 +11,6 @@ from hashlib import blake2b
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
 from semantide.services.ingestion.schema import SEPARATOR
 
 HASH_BYTES = 16

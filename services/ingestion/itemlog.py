@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from semantide.services.ingestion.manifest import Manifest
 
 ARTIFACT_SCHEMA = pa.schema(
@@ -82,7 +81,9 @@ class ItemLog:
 
     def changes(self, limit: int = 1_000_000) -> list[Change]:
         """Items whose change was not yet announced."""
-        return [Change(*row) for row in self.manifest.connection.execute("SELECT id, changed FROM items WHERE changed > 0 ORDER BY id LIMIT ?", (limit,)).fetchall()]
+        return [
+            Change(*row) for row in self.manifest.connection.execute("SELECT id, changed FROM items WHERE changed > 0 ORDER BY id LIMIT ?", (limit,)).fetchall()
+        ]
 
     def announced(self, changes: Sequence[Change]) -> None:
         """Remember that these changes were announced; an item that changed again meanwhile stays due."""
@@ -91,7 +92,7 @@ class ItemLog:
 
     def state(self, ids: Sequence[str]) -> pa.Table:
         """The current state of some items, in the given order; unknown ids are left out."""
-        rows = []
+        rows: list[tuple[object, ...]] = []
         for begin in range(0, len(ids), 500):
             part = list(ids[begin : begin + 500])
             found = {row[0]: row for row in self.manifest.connection.execute(f"SELECT {_COLUMNS} FROM items WHERE id IN ({','.join('?' * len(part))})", part)}
@@ -109,6 +110,10 @@ class ItemLog:
         """How many numbers the stored embeddings have, None where no item has one."""
         row = self.manifest.connection.execute("SELECT length(embedding) FROM items WHERE deleted = 0 AND length(embedding) > 0 LIMIT 1").fetchone()
         return int(row[0]) // 4 if row else None
+
+    def unavailable(self) -> list[str]:
+        """Ids of all items that must not be recommended."""
+        return [row[0] for row in self.manifest.connection.execute("SELECT id FROM items WHERE deleted = 1 OR available = 0 ORDER BY id")]
 
     def counts(self) -> dict[str, int]:
         """How many items there are, in their states."""

@@ -16,7 +16,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS seen (hash BLOB PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS segments (
     name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL, num_bytes INTEGER NOT NULL, first_time INTEGER NOT NULL, last_time INTEGER NOT NULL,
-    actions TEXT NOT NULL, retired INTEGER);
+    actions TEXT NOT NULL, origin TEXT NOT NULL, retired INTEGER);
 CREATE TABLE IF NOT EXISTS entries (id TEXT PRIMARY KEY, new_rows BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS items (
     id TEXT PRIMARY KEY, version INTEGER NOT NULL, title TEXT, text TEXT, categories TEXT, attributes TEXT, available INTEGER,
@@ -35,6 +35,7 @@ class Manifest:
     def __init__(self, folder: Path, *, wait_seconds: float = 60.0) -> None:
         self.folder = folder
         self.segments = folder / "segments"
+        self.created: list[Path] = []
         self.segments.mkdir(parents=True, exist_ok=True)
         self.connection = sqlite3.connect(folder / "manifest.sqlite", timeout=wait_seconds, isolation_level=None)
         try:
@@ -43,7 +44,7 @@ class Manifest:
             self.connection.execute("PRAGMA synchronous=FULL")
             self.connection.execute("PRAGMA temp_store=MEMORY")
             self.connection.execute("PRAGMA cache_size=-65536")
-            if self.connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'counters'").fetchone()[0] == 0:
+            if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'counters'").fetchone():
                 with self.writing():
                     for statement in _SCHEMA.split(";"):
                         self.connection.execute(statement)
@@ -60,12 +61,16 @@ class Manifest:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """The only writer, until the block ends: commit on success, nothing at all on an error."""
         self.connection.execute("BEGIN IMMEDIATE")
+        self.created.clear()
         try:
             yield self.connection
             self.connection.execute("COMMIT")
         except BaseException:
             if self.connection.in_transaction:
                 self.connection.execute("ROLLBACK")
+            # On a full disk the orphans of the failed attempts would keep it full.
+            for path in self.created:
+                path.unlink(missing_ok=True)
             raise
 
     def count(self, name: str, amount: int) -> None:

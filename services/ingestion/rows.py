@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
-
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, ITEM_SCHEMA, Rejection, Rules, shown, time_problem
 from semantide.shared.contracts import Interaction, Item
 
@@ -34,7 +34,13 @@ def _from_error(row: int, raw: Any, error: ValidationError) -> Rejection:
     first = error.errors(include_url=False)[0]
     location = ".".join(str(part) for part in first["loc"]) or "row"
     value = raw if not first["loc"] else first["input"]
-    return Rejection(row, location, "" if first["type"] == "missing" else shown(value), first["msg"], _REMEDIES.get(first["type"], "correct the value and send the row again"))
+    return Rejection(
+        row,
+        location,
+        "" if first["type"] == "missing" else shown(value),
+        first["msg"],
+        _REMEDIES.get(first["type"], "correct the value and send the row again"),
+    )
 
 
 def _stringified(raw: Any, names: Sequence[str]) -> Any:
@@ -113,7 +119,13 @@ def _item_problem(row: int, item: Item, rules: Rules) -> Rejection | None:
             return Rejection(row, "embedding", f"{len(item.embedding)} numbers", f"more than the {rules.embedding_length} allowed", "send a shorter vector")
         if rules.embedding_dimension is not None and len(item.embedding) != rules.embedding_dimension:
             reason = f"the embeddings of this catalogue have {rules.embedding_dimension} numbers"
-            return Rejection(row, "embedding", f"{len(item.embedding)} numbers", reason, f"send {rules.embedding_dimension} numbers, or clear the embeddings of all items first")
+            return Rejection(
+                row,
+                "embedding",
+                f"{len(item.embedding)} numbers",
+                reason,
+                f"send {rules.embedding_dimension} numbers, or clear the embeddings of all items first",
+            )
     return None
 
 
@@ -135,7 +147,9 @@ def check_items(raws: Sequence[Any], rules: Rules) -> tuple[list[Item], list[Rej
             dimension = len(item.embedding)
         problem = _item_problem(row, item, rules if rules.embedding_dimension == dimension else _with_dimension(rules, dimension))
         if problem is None and item.id in first_rows:
-            problem = Rejection(row, "id", item.id, f"duplicate item id: row {first_rows[item.id]} of this batch has it already", "send each item once in a batch")
+            problem = Rejection(
+                row, "id", item.id, f"duplicate item id: row {first_rows[item.id]} of this batch has it already", "send each item once in a batch"
+            )
         if problem is None and _unencodable(raw):
             problem = Rejection(row, "row", ascii(raw)[:80], "text is not valid Unicode", "send UTF-8")
         if problem is None:
@@ -147,8 +161,6 @@ def check_items(raws: Sequence[Any], rules: Rules) -> tuple[list[Item], list[Rej
 
 
 def _with_dimension(rules: Rules, dimension: int | None) -> Rules:
-    from dataclasses import replace
-
     return replace(rules, embedding_dimension=dimension)
 
 

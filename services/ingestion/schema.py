@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -74,7 +74,7 @@ class Rejection:
     value: str
     reason: str
     remedy: str
-    file: str = field(default="", kw_only=True)
+    file: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The fields that say something, for JSON."""
