@@ -159,7 +159,8 @@ async def _rows(request: Request, name: str, limit: int) -> list[Any]:
     """
     body = await request.body()
     try:
-        batch = await run_in_threadpool(json.loads, body)
+        # Bytes would be guessed to be UTF-16 where they look like it.
+        batch = await run_in_threadpool(json.loads, body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadData(f"the body is not UTF-8: byte {body[error.start]:#04x} at {error.start}; send UTF-8") from error
     except (ValueError, RecursionError) as error:

@@ -113,14 +113,23 @@ def times(column: pa.ChunkedArray | pa.Array, unit: str) -> tuple[pa.Array, Mask
         result, bad = pc.coalesce(result, floats), bad | far
     other = _mask(pc.is_valid(text)) & ~integer & ~number
     if other.any():
-        dates = pl.Series(pc.if_else(pa.array(other), text, pa.scalar(None, pa.string())).to_pylist(), dtype=pl.String)
-        try:
-            parsed = dates.str.to_datetime(time_unit="ms", time_zone="UTC", strict=False)
-        except pl.exceptions.ComputeError:
-            parsed = pl.Series([None] * len(dates), dtype=pl.Datetime("ms", "UTC"))
-        found = parsed.dt.epoch("ms").to_arrow().cast(pa.int64())
+        found = _dates(pc.if_else(pa.array(other), text, pa.scalar(None, pa.string())))
         result, bad = pc.coalesce(result, found), bad | (other & ~_mask(pc.is_valid(found)))
     return result, bad
+
+
+def _dates(text: pa.Array) -> pa.Array:
+    """ISO 8601 dates, with or without a time of day and an offset (UTC where there is none), as milliseconds; others null."""
+    plain = pl.Series(text.to_pylist(), dtype=pl.String).str.strip_chars().str.replace("[Tt]", " ").str.replace("[Zz]$", "+00:00")
+    frame = pl.DataFrame({"text": plain}).select(
+        pl.coalesce(
+            pl.col("text").str.to_datetime("%Y-%m-%d %H:%M:%S%.f%z", time_unit="ms", time_zone="UTC", strict=False),
+            pl.col("text").str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="ms", time_zone="UTC", strict=False),
+            pl.col("text").str.to_datetime("%Y-%m-%d %H:%M", time_unit="ms", time_zone="UTC", strict=False),
+            pl.col("text").str.to_date("%Y-%m-%d", strict=False).cast(pl.Datetime("ms", "UTC")),
+        ).dt.epoch("ms")
+    )
+    return frame.to_series().to_arrow().cast(pa.int64())
 
 
 def _scaled(array: pa.Array, unit: str) -> tuple[pa.Array, Mask]:

@@ -18,6 +18,7 @@ _REMEDIES = {
     "missing": "send the field",
     "extra_forbidden": "leave the field out, or check its spelling",
     "string_type": "send a text; numbers as ids go in quotes",
+    "string_unicode": "send UTF-8",
     "string_too_short": "send at least one character",
     "string_too_long": "send at most 256 characters",
     "string_pattern_mismatch": "send an id without control characters",

@@ -83,7 +83,7 @@ class Rejection:
 
 def shown(value: object, limit: int = 80) -> str:
     """A value for an error message, cut to a readable length."""
-    text = value if isinstance(value, str) else repr(value)
+    text = (value if isinstance(value, str) else repr(value)[: 4 * limit]).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 

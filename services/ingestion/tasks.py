@@ -66,8 +66,9 @@ def background(room: Room, stop: threading.Event) -> None:
 class Consumer:
     """Reads the stream and writes the log of one data folder."""
 
-    def __init__(self, room: Room, manifest: Manifest, *, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+    def __init__(self, room: Room, manifest: Manifest, *, min_free_bytes: int = MIN_FREE_BYTES, block_ms: int = BLOCK_MS) -> None:
         self._room, self._redis, self._manifest, self._min_free_bytes = room, room.broker, manifest, min_free_bytes
+        self._block_ms = block_ms
         self._writer = EntryWriter(manifest)
         self._availability = Availability(room.broker)
         settings = room.settings
@@ -109,7 +110,7 @@ class Consumer:
             taken = self._take_over()
             self._recover = False
             return taken
-        entries = self._read(BLOCK_MS)
+        entries = self._read(self._block_ms)
         if entries and len(entries) < ENTRIES_PER_READ and stop is not None:
             # Batches that arrive together share a segment and a flush to disk.
             stop.wait(LINGER_SECONDS)

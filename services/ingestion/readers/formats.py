@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from semantide.services.ingestion.batches import from_records
 from semantide.services.ingestion.readers import amazon, columns, delimited, jsonlines, kuairand, movielens, parquetfile, sequences, textlines
 from semantide.services.ingestion.readers.chunk import Chunk
 from semantide.services.ingestion.schema import Kind, Rejection, shown
@@ -249,10 +250,20 @@ def _json(path: Path, options: ReadOptions, name: str) -> Format:
 
             return Format("amazon-items", "items", products)
     kind = _need_kind(path, sorted(keys), options)
-    matched = columns.match(sorted(keys), kind, options.mapping)
-    if kind == "items":
-        return Format("jsonl", kind, lambda path, start: (_item_records(chunk, matched) for chunk in textlines.json_chunks(path, start)))
-    return Format("jsonl", kind, lambda path, start: _json_events(path, start, matched), time_unit=options.time_unit or "ms")
+    columns.match(sorted(keys), kind, options.mapping)
+
+    def matching(names: Iterable[str]) -> dict[str, str]:
+        # A field may appear in later rows only.
+        return columns.match(sorted(keys.union(names)), kind, options.mapping)
+
+    if kind == "interactions":
+        return Format("jsonl", kind, lambda path, start: _json_events(path, start, matching), time_unit=options.time_unit or "ms")
+
+    def items(path: Path, start: str) -> Iterator[Chunk]:
+        for chunk in textlines.json_chunks(path, start):
+            yield _item_records(chunk, matching({key for record in chunk.records for key in record}))
+
+    return Format("jsonl", kind, items)
 
 
 def _first_keys(path: Path) -> set[str]:
@@ -272,19 +283,36 @@ def _first_keys(path: Path) -> set[str]:
     return keys
 
 
-def _json_events(path: Path, start: str, matched: Mapping[str, str]) -> Iterator[Chunk]:
-    from semantide.services.ingestion.batches import from_records
+def _json_events(path: Path, start: str, matched: Callable[[Iterable[str]], Mapping[str, str]]) -> Iterator[Chunk]:
+    def usable(table: pa.Table) -> bool:
+        # "2024-01-01" as a user id would come back as a timestamp, and an object is no id at all.
+        fields = {name: table[column].type for name, column in matched(table.column_names).items() if column in table.column_names}
+        return not any(pa.types.is_nested(kind) or (name != "time" and pa.types.is_temporal(kind)) for name, kind in fields.items())
 
-    ids = [column for name, column in matched.items() if name != "time"]
-    for chunk in jsonlines.table_chunks(path, start, ids):
-        if not isinstance(chunk.records, pa.Table):
-            chunk = replace(chunk, records=from_records(chunk.records, list(matched.values())))
-        yield _renamed(chunk, matched)
+    for chunk in jsonlines.table_chunks(path, start, usable):
+        if isinstance(chunk.records, pa.Table):
+            yield _renamed(chunk, matched(chunk.records.column_names))
+        else:
+            names = matched({key for record in chunk.records for key in record})
+            yield _renamed(_scalars(chunk, names), names)
+
+
+def _scalars(chunk: Chunk, matched: Mapping[str, str]) -> Chunk:
+    """The records whose fields are texts and numbers, as columns of text; rejections for the others."""
+    records, rows, rejections = [], [], list(chunk.rejections)
+    for row, record in zip(chunk.rows.tolist(), chunk.records, strict=True):
+        wrong = next((name for name, column in matched.items() if isinstance(record.get(column), (dict, list, bool))), None)
+        if wrong is None:
+            records.append(record)
+            rows.append(row)
+        else:
+            rejections.append(Rejection(row, wrong, shown(record[matched[wrong]]), f"{wrong} is neither text nor a number", "send text or a number"))
+    return replace(chunk, records=from_records(records, list(matched.values())), rows=np.array(rows, dtype=np.int64), rejections=rejections)
 
 
 def _reviews(name: str, matched: Mapping[str, str], unit: str) -> Format:
     def read(path: Path, start: str) -> Iterator[Chunk]:
-        for chunk in _json_events(path, start, matched):
+        for chunk in _json_events(path, start, lambda _: matched):
             table = chunk.records
             assert isinstance(table, pa.Table)
             yield replace(chunk, records=table.append_column("action", pc.if_else(pa.array([True] * table.num_rows, pa.bool_()), "review", "review")))

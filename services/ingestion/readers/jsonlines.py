@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,11 @@ from semantide.services.ingestion.readers.chunk import Chunk
 from semantide.services.ingestion.readers.textlines import blocks, json_chunks
 
 
-def table_chunks(path: Path, start: str, ids: Sequence[str], *, python_literals: bool = False) -> Iterator[Chunk]:
-    """Blocks as tables with inferred types; ``ids`` names columns that must keep their text as it is."""
+def table_chunks(path: Path, start: str, usable: Callable[[pa.Table], bool], *, python_literals: bool = False) -> Iterator[Chunk]:
+    """Blocks as tables with inferred types where those are ``usable``, else as records."""
     for block in blocks(path, start):
-        table = _parsed(block.lines, ids) if block.lines and not block.rejections else None
-        if table is None:
+        table = _parsed(block.lines) if block.lines and not block.rejections else None
+        if table is None or not usable(table):
             # Only this block, line by line: a chunk ends where the block does.
             yield next(json_chunks(path, start, python_literals=python_literals))
         else:
@@ -25,15 +25,9 @@ def table_chunks(path: Path, start: str, ids: Sequence[str], *, python_literals:
         start = block.position
 
 
-def _parsed(lines: Sequence[str], ids: Sequence[str]) -> pa.Table | None:
+def _parsed(lines: Sequence[str]) -> pa.Table | None:
     try:
         table = paj.read_json(io.BytesIO("\n".join(lines).encode()), read_options=paj.ReadOptions(block_size=1 << 28, use_threads=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
-    if table.num_rows != len(lines):
-        return None
-    for name in ids:
-        # "2024-01-01" as a user id would come back as a timestamp.
-        if name in table.column_names and pa.types.is_temporal(table[name].type):
-            return None
-    return table
+    return table if table.num_rows == len(lines) else None
