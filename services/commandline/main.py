@@ -400,6 +400,8 @@ def run() -> None:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        if error.title == "Settings":
+            name = f"SEMANTIDE_{name.upper().removeprefix('SEMANTIDE_')}"
         problems = f"{name}: {first['msg']} (got {str(first.get('input'))[:80]!r})"
         display.problems.print(f"[red]error[/red] {problems}", highlight=False)
         sys.exit(2)
