@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
-
 from semantide.shared import broker
 from semantide.shared.api_keys import api_keys
 from semantide.shared.config import Settings
