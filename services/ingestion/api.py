@@ -21,7 +21,7 @@ from semantide.services.ingestion.itemlog import ItemLog
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.rows import check_interactions, check_items, interaction_table, item_table
 from semantide.services.ingestion.schema import Kind, Rejection, Rules
-from semantide.services.ingestion.sources import confined
+from semantide.services.ingestion.sources import OutsideRoots, confined
 from semantide.services.ingestion.stream import DIMENSION, STREAM, encode
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
@@ -250,7 +250,10 @@ def build(room: Room) -> APIRouter:
     @router.post("/imports", status_code=202, tags=["jobs"], summary="Import a file or folder that the server can see")
     def post_import(wanted: ImportRequest) -> JobRecord:
         config = ImportConfig.parse(wanted.model_dump())
-        path = confined(config.path, settings.import_folders)
+        try:
+            path = confined(config.path, settings.import_folders)
+        except OutsideRoots as error:
+            raise HTTPException(403, str(error)) from error
         return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}))
 
     @router.get("/imports/{job_id}/rejects", tags=["jobs"], summary="The refused rows of an import, JSON Lines")

@@ -246,7 +246,7 @@ def run_through(work: FileImport, *, check: Callable[[], None], retry: Callable[
 
 
 def result_of(work: FileImport, skipped: Mapping[str, str], rows_per_second: float) -> dict[str, Any]:
-    """The figures of an ended import; ``exit_code`` 3 says that rows were refused."""
+    """The figures of an ended import; ``exit_code`` 1 says that rows were refused."""
     state = work.state
     return {
         "rows": state.num_rows,
@@ -255,10 +255,10 @@ def result_of(work: FileImport, skipped: Mapping[str, str], rows_per_second: flo
         "interactions": state.accepted - state.items,
         "duplicates": state.duplicates,
         "rejected": state.rejected,
-        "rejects_file": str(work.rejects) if state.rejected else "",
+        "reject_file": str(work.rejects) if state.rejected else "",
         "rejects": work.first_rejects(),
         "files": [{"path": source.path, "format": source.format, "kind": source.kind} for source in work.sources],
         "skipped": dict(skipped),
         "rows_per_second": float(np.round(rows_per_second, 1)),
-        "exit_code": 3 if state.rejected else 0,
+        "exit_code": 1 if state.rejected else 0,
     }

@@ -11,6 +11,10 @@ from semantide.services.ingestion.readers.formats import Format, ReadOptions, de
 from semantide.shared.errors import BadData, NotFound
 
 
+class OutsideRoots(BadData):
+    """A path leads out of the folders that imports may read."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One file of an import, as it was when the import was planned."""
@@ -29,7 +33,7 @@ class Source:
 def confined(path: str, folders: Sequence[Path]) -> Path:
     """The real path, links resolved, where it lies in one of the folders; a relative one is looked for in each of them.
 
-    Raises: BadData outside the folders, NotFound where nothing is there.
+    Raises: OutsideRoots outside the folders, NotFound where nothing is there.
     """
     if "\x00" in path:
         raise BadData("the path has a zero byte: send a plain path")
@@ -38,7 +42,7 @@ def confined(path: str, folders: Sequence[Path]) -> Path:
     real = next((candidate for candidate in candidates if candidate.exists()), candidates[0]).resolve()
     if not any(real == folder or folder in real.parents for folder in folders):
         allowed = ", ".join(str(folder) for folder in folders)
-        raise BadData(
+        raise OutsideRoots(
             f"path {path!r} leads to {real}, outside the folders that imports may read ({allowed}): move the file there, upload it with PUT /v1/uploads/NAME, or add its folder to SEMANTIDE_IMPORT_ROOTS"
         )
     if not real.exists():

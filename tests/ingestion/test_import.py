@@ -77,8 +77,8 @@ def test_csv_with_bad_rows_keeps_the_good_and_lists_the_bad(tmp_path: Path, star
     path.write_bytes(text)
     result = start(path).result
     assert brief(settings) == [("a", "x", T, "click"), ("b", "y", T + 1, "order"), ("q,1", "z", T, "click")]
-    assert (result["rows"], result["accepted"], result["rejected"], result["exit_code"]) == (11, 3, 8, 3)
-    rejects = [json.loads(line) for line in Path(result["rejects_file"]).read_text().splitlines()]
+    assert (result["rows"], result["accepted"], result["rejected"], result["exit_code"]) == (11, 3, 8, 1)
+    rejects = [json.loads(line) for line in Path(result["reject_file"]).read_text().splitlines()]
     assert [(entry["row"], entry["field"]) for entry in rejects] == [(2 + index, field) for index, (_, field) in enumerate(bad)] + [(9, "user")]
     assert all(entry["remedy"] and entry["reason"] and entry["file"] == "log.csv" for entry in rejects)
 
@@ -183,7 +183,7 @@ def test_items_from_files(tmp_path: Path, start: Any, settings: Any, broker: Any
     ]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = start(tmp_path / "items.jsonl").result
-    assert (result["items"], result["rejected"], result["exit_code"]) == (2, 5, 3)
+    assert (result["items"], result["rejected"], result["exit_code"]) == (2, 5, 1)
     assert [(entry["row"], entry["field"].split(".")[0]) for entry in result["rejects"]] == [
         (1, "title"),
         (2, "embedding"),
@@ -260,7 +260,7 @@ def test_kill_between_any_two_chunks_resumes_and_doubles_nothing(tmp_path: Path,
     expected += Counter({("c", f"i{n}"): 1 for n in range(50) if n % 10})
     assert Counter((row["user"], row["item"]) for row in rows_of(settings)) == expected
     assert (result["rows"], result["rejected"]) == (210, 17)
-    rejects = [json.loads(line) for line in Path(result["rejects_file"]).read_text().splitlines()]
+    rejects = [json.loads(line) for line in Path(result["reject_file"]).read_text().splitlines()]
     assert Counter((entry["file"], entry["row"]) for entry in rejects) == Counter(
         {("b.jsonl", n): 1 for n in range(0, 60, 10)} | {("c.csv", n): 1 for n in range(0, 50, 10)} | {("d.jsonl.gz", n): 1 for n in range(0, 60, 10)}
     )

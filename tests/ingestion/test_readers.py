@@ -132,6 +132,14 @@ def test_sequences_keep_their_order(tmp_path: Path) -> None:
     assert [(entry.row, entry.value) for entry in bad] == [(2, "lonely")]
 
 
+def test_files_with_typed_headers(tmp_path: Path) -> None:
+    (tmp_path / "ml.inter").write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\n196\t242\t3\t881250949\n")
+    (tmp_path / "ml.item").write_text("item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n1\tToy Story\t1995\tAnimation Comedy\n")
+    assert events(tmp_path / "ml.inter")[0] == [("196", "242", 881250949000, "click", 3.0, None)]
+    item = items(tmp_path / "ml.item")[0]["1"]
+    assert (item.title, item.categories, item.attributes) == ("Toy Story", ("Animation", "Comedy"), {"release_year": "1995"})
+
+
 def test_a_folder_is_planned_items_first_and_strangers_are_passed_over(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()

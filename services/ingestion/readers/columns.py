@@ -21,15 +21,23 @@ _ALIASES: dict[Kind, dict[str, tuple[str, ...]]] = {
     },
     "items": {
         "id": ("id", *_ITEM_IDS),
-        "title": ("title", "name", "productname", "itemname"),
+        "title": ("title", "name", "productname", "itemname", "movietitle"),
         "text": ("text", "description", "overview", "content", "abstract"),
-        "categories": ("categories", "category", "genres", "genre", "tags"),
+        "categories": ("categories", "category", "genres", "genre", "tags", "class"),
         "attributes": ("attributes", "features"),
         "available": ("available", "instock"),
         "deleted": ("deleted",),
         "embedding": ("embedding", "vector"),
     },
 }
+
+
+_TYPES = ("token", "token_seq", "float", "float_seq")
+
+
+def typed(names: Sequence[str]) -> bool:
+    """Whether column names carry their types, as in ``user_id:token``: the atomic files of a well-known library, whose times are seconds."""
+    return all(name.rpartition(":")[2] in _TYPES and ":" in name for name in names)
 
 
 def _plain(name: str) -> str:

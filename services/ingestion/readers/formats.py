@@ -166,11 +166,16 @@ def _item_records(chunk: Chunk, matched: Mapping[str, str]) -> Chunk:
     """Records with our fields; columns that no field takes become attributes, where the file has no attributes of its own."""
     raw = chunk.records.to_pylist() if isinstance(chunk.records, pa.Table) else chunk.records
     taken = set(matched.values())
+    spaced = matched.get("categories", "").endswith(":token_seq")
     records = []
     for record in raw:
         item = {name: _decoded(record.get(column)) for name, column in matched.items()}
+        if spaced and item["categories"]:
+            item["categories"] = item["categories"].split()
         if "attributes" not in matched:
-            item["attributes"] = {key: _decoded(value) for key, value in record.items() if key not in taken and value is not None and value == value} or None
+            item["attributes"] = {
+                key.split(":")[0]: _decoded(value) for key, value in record.items() if key not in taken and value is not None and value == value
+            } or None
         records.append(item)
     return replace(chunk, records=records)
 
@@ -179,7 +184,12 @@ def _generic(path: Path, kind: Kind, names: list[str], options: ReadOptions, nam
     matched = columns.match(names, kind, options.mapping)
     if kind == "interactions":
         wanted = list(dict.fromkeys(matched.values()))
-        return Format(name, kind, lambda path, start: (_renamed(chunk, matched) for chunk in read(path, start, wanted)), time_unit=options.time_unit or "ms")
+        return Format(
+            name,
+            kind,
+            lambda path, start: (_renamed(chunk, matched) for chunk in read(path, start, wanted)),
+            time_unit=options.time_unit or ("s" if columns.typed(names) else "ms"),
+        )
     return Format(name, kind, lambda path, start: (_item_records(chunk, matched) for chunk in read(path, start, names)))
 
 
