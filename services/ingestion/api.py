@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
+
 from semantide.services.ingestion.eventlog import EventLog
 from semantide.services.ingestion.fileimport import ImportConfig
 from semantide.services.ingestion.itemlog import ItemLog

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from semantide.services.ingestion.schema import CONTROL_PATTERN, INTERACTION_SCHEMA, Rejection, Rules, shown, time_problem
 
 Mask = npt.NDArray[np.bool_]

@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from semantide.services.ingestion.cleaning import CleaningConfig, clean
 from semantide.services.ingestion.pages import pages
 from semantide.services.ingestion.splits import SplitConfig, split

@@ -15,10 +15,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
 from semantide.services.ingestion.identity import HASH_BYTES, event_hashes
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA
 
+# SQLite takes at least 999 parameters a statement.
+_KEYS_PER_QUERY = 900
+_KEYS_PER_INSERT = 400
 SEGMENT_SCHEMA = pa.schema([*INTERACTION_SCHEMA, pa.field("event", pa.binary(HASH_BYTES), nullable=False)])
 
 
@@ -73,18 +77,26 @@ class EventLog:
         if table.num_rows == 0:
             return []
         hashes = event_hashes(table) if hashes is None else hashes
-        connection.execute("DELETE FROM temp.batch")
-        connection.executemany("INSERT OR IGNORE INTO temp.batch VALUES (?, ?)", zip(hashes, range(len(hashes)), strict=True))
-        fresh = connection.execute("SELECT row, hash FROM temp.batch AS b WHERE NOT EXISTS (SELECT 1 FROM seen AS s WHERE s.hash = b.hash)").fetchall()
-        rows = sorted(row for row, _ in fresh)
+        first: dict[bytes, int] = {}
+        for row, key in enumerate(hashes):
+            first.setdefault(key, row)
+        # In the order of the key, so that pages of the index are touched once; neighbours in time are neighbours there.
+        keys = sorted(first)
+        known: set[bytes] = set()
+        for begin in range(0, len(keys), _KEYS_PER_QUERY):
+            part = keys[begin : begin + _KEYS_PER_QUERY]
+            known.update(key for (key,) in connection.execute(f"SELECT hash FROM seen WHERE hash IN ({','.join('?' * len(part))})", part))
+        fresh = [key for key in keys if key not in known] if known else keys
+        rows = sorted(first[key] for key in fresh)
         self.manifest.count("duplicates", len(hashes) - len(rows))
         if not rows:
             return []
         taken = table if len(rows) == table.num_rows else table.take(pa.array(rows, pa.int64()))
         kept = taken.append_column(SEGMENT_SCHEMA.field("event"), pa.array([hashes[row] for row in rows], pa.binary(HASH_BYTES))).cast(SEGMENT_SCHEMA)
         self._add(kept, origin)
-        # In the order of the key, so that pages of the index are touched once.
-        connection.executemany("INSERT INTO seen VALUES (?)", ((key,) for _, key in fresh))
+        for begin in range(0, len(fresh), _KEYS_PER_INSERT):
+            part = fresh[begin : begin + _KEYS_PER_INSERT]
+            connection.execute(f"INSERT INTO seen VALUES {','.join(['(?)'] * len(part))}", part)
         self.manifest.count("stored", len(rows))
         return rows
 

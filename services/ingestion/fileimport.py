@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
 from semantide.services.ingestion.batches import TIME_UNITS, check_interaction_table
 from semantide.services.ingestion.eventlog import EventLog
 from semantide.services.ingestion.itemlog import ItemLog

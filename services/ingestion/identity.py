@@ -11,9 +11,14 @@ from hashlib import blake2b
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from semantide.services.ingestion.schema import SEPARATOR
 
 HASH_BYTES = 16
+# The day comes first, so that the index grows at its end as logs do. A given id must not depend on the time.
+_PREFIX_BYTES = 2
+_GIVEN = 0xFFFF
+_DAY_MS = 86_400_000
 
 
 def _value_bits(values: pa.Array) -> pa.Array:
@@ -40,4 +45,10 @@ def event_hashes(table: pa.Table) -> list[bytes]:
     )
     given = pc.binary_join_element_wise(pa.scalar("given"), columns["event_id"], pa.scalar(SEPARATOR))
     keys = pc.coalesce(given, content).cast(pa.binary())
-    return [blake2b(key, digest_size=HASH_BYTES).digest() for key in keys.to_pylist()]
+    days = np.clip(np.asarray(columns["time"].to_numpy(zero_copy_only=False), dtype=np.int64) // _DAY_MS, 0, _GIVEN - 1)
+    days = np.where(np.asarray(pc.is_valid(columns["event_id"]).to_numpy(zero_copy_only=False), dtype=np.bool_), _GIVEN, days)
+    prefixes = [int(day).to_bytes(_PREFIX_BYTES, "big") for day in np.unique(days)]
+    positions = np.searchsorted(np.unique(days), days).tolist()
+    return [
+        prefixes[position] + blake2b(key, digest_size=HASH_BYTES - _PREFIX_BYTES).digest() for position, key in zip(positions, keys.to_pylist(), strict=True)
+    ]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from semantide.services.ingestion.manifest import Manifest
 
 ARTIFACT_SCHEMA = pa.schema(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from semantide.services.ingestion.rows import check_items
 from semantide.services.ingestion.schema import Rejection, Rules
 from semantide.shared.contracts import Item

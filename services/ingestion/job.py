@@ -14,6 +14,7 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
+
 from semantide.services.ingestion.datasetfiles import DatasetConfig, write_dataset
 from semantide.services.ingestion.eventlog import EventLog, Segment
 from semantide.services.ingestion.fileimport import FileImport, ImportConfig, result_of, run_through

@@ -48,7 +48,6 @@ class Manifest:
                 with self.writing():
                     for statement in _SCHEMA.split(";"):
                         self.connection.execute(statement)
-            self.connection.execute("CREATE TEMP TABLE IF NOT EXISTS batch (hash BLOB PRIMARY KEY, row INTEGER NOT NULL) WITHOUT ROWID")
         except BaseException:
             self.connection.close()
             raise

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
+
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, ITEM_SCHEMA, Rejection, Rules, shown, time_problem
 from semantide.shared.contracts import Interaction, Item
 

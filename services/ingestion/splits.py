@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from semantide.shared.errors import BadData
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
+
 from semantide.services.ingestion.schema import SCHEMAS, Kind
 from semantide.shared.errors import Corrupt
 

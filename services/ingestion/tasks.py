@@ -23,6 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.stream import CONSUMER, DIMENSION, GROUP, PARKED, STREAM, Entry, decode
 from semantide.services.ingestion.writer import EntryWriter, Written

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+
 from semantide.services.ingestion.eventlog import EventLog
 from semantide.services.ingestion.itemlog import ItemLog, version_of_entry
 from semantide.services.ingestion.manifest import Manifest

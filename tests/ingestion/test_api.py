@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+
 from semantide.services.ingestion import api
 from semantide.services.ingestion.stream import STREAM
 from semantide.shared.http import build_app

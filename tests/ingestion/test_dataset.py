@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from semantide.services.ingestion.datasetfiles import DatasetConfig, write_dataset
 from semantide.services.ingestion.identity import event_hashes
 from semantide.services.ingestion.itemlog import ARTIFACT_SCHEMA

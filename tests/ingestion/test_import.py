@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from semantide.services.ingestion import fileimport, job
 from semantide.services.ingestion.eventlog import EventLog, read_segment
 from semantide.services.ingestion.itemlog import ItemLog

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from semantide.services.ingestion.batches import check_interaction_table
 from semantide.services.ingestion.itemrows import check_item_records
 from semantide.services.ingestion.readers.formats import ReadOptions, detect

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
 from semantide.services.ingestion.schema import Rejection
 
 BLOCK_BYTES = 8 * 1024 * 1024

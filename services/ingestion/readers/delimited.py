@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pac
+
 from semantide.services.ingestion.readers.chunk import BLOCK_BYTES, Chunk
 from semantide.services.ingestion.readers.textlines import first_line
 from semantide.services.ingestion.schema import Rejection, shown

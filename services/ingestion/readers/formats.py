@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from semantide.services.ingestion.batches import from_records
 from semantide.services.ingestion.readers import amazon, columns, delimited, jsonlines, kuairand, movielens, parquetfile, sequences, textlines
 from semantide.services.ingestion.readers.chunk import Chunk

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.json as paj
+
 from semantide.services.ingestion.readers.chunk import Chunk
 from semantide.services.ingestion.readers.textlines import blocks, json_chunks
 

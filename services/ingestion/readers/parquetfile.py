@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from semantide.services.ingestion.readers.chunk import ROWS_PER_CHUNK, Chunk
 from semantide.shared.errors import BadData
 

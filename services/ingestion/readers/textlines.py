@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
 from semantide.services.ingestion.readers.chunk import BLOCK_BYTES, Chunk
 from semantide.services.ingestion.schema import Rejection, shown
 from semantide.shared.errors import BadData
