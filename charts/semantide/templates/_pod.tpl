@@ -158,7 +158,7 @@ spec:
       securityContext:
         {{- include "semantide.containerSecurity" . | nindent 8 }}
       resources:
-        {{- $resources := .process.resources | default dict }}
+        {{- $resources := .process.resources | default .root.Values.defaultResources }}
         {{- $accelerators := dict }}
         {{- range $name, $count := .process.accelerators }}{{ if $count }}{{ $_ := set $accelerators $name $count }}{{ end }}{{ end }}
         requests: {{ merge (dict) $accelerators ($resources.requests | default dict) | toJson }}
