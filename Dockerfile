@@ -14,14 +14,15 @@ ENV PATH=/opt/semantide/bin:${PATH} PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/semantide
 WORKDIR /build
 # torch first, then the other dependencies, then our code: a change of code rebuilds the last layer alone.
+# torch comes alone from its index, which need not have the pinned versions of what torch stands on; those follow with the rest.
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} --constraint constraints.txt torch \
-    && python -c "import torch; print('torch', torch.__version__, '' if torch.version.cuda is None else ': this wheel carries CUDA, TORCH_INDEX chooses a smaller one')"
+    pip install ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch
 COPY pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     EXTRAS="${EXTRAS}" python -c "import os, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*project['dependencies'], *(need for extra in os.environ['EXTRAS'].split() for need in project['optional-dependencies'][extra]), sep='\n')" > requirements.txt \
-    && pip install --constraint constraints.txt --requirement requirements.txt
+    && pip install --constraint constraints.txt --requirement requirements.txt \
+    && python -c "import torch; print('torch', torch.__version__, '' if torch.version.cuda is None else 'carries CUDA libraries: TORCH_INDEX chooses a smaller build')"
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-deps . && python -m pip uninstall --yes pip
