@@ -13,11 +13,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from semantide.shared.models.linear_map import FloatArray
-from semantide.shared.models.residual_codes import IntArray, ResidualCodes, nearest_code, squared_distances
+from semantide.shared.models.residual_codes import IntArray, ResidualCodes, in_chunks, nearest_code, squared_distances
 from semantide.shared.models.tokenizer import Tick, TokenizerConfig, silent
 
-_SEED_ROWS = 128  # rows per code that k-means++ looks at
-_CHUNK = 8192
+_SEED_ROWS = 32  # rows per code that k-means++ looks at
 
 
 def level_sizes_for(num_items: int) -> tuple[int, ...]:
@@ -59,10 +58,13 @@ def _seed_centres(rows: FloatArray, size: int, random: np.random.Generator) -> F
 
 def _assign(rows: FloatArray, centres: FloatArray) -> tuple[IntArray, FloatArray]:
     codes, distance = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
-    for begin in range(0, len(rows), _CHUNK):
-        part = squared_distances(rows[begin : begin + _CHUNK], centres)
-        codes[begin : begin + _CHUNK] = part.argmin(axis=1)
-        distance[begin : begin + _CHUNK] = part.min(axis=1)
+
+    def work(part: slice) -> None:
+        near = squared_distances(rows[part], centres)
+        codes[part] = near.argmin(axis=1)
+        distance[part] = near.min(axis=1)
+
+    in_chunks(len(rows), work)
     return codes, np.maximum(distance + _row_lengths(rows), 0)
 
 

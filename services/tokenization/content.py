@@ -15,7 +15,7 @@ from semantide.shared.errors import BadData
 from semantide.shared.models.linear_map import FloatArray, LinearMap, unit_rows
 from semantide.shared.models.minilm import MiniLM
 from semantide.shared.models.text_features import TextFeatures, plain_text
-from semantide.shared.models.tokenizer import Tick, TokenizerConfig, embedding_matrix, fill_missing, silent
+from semantide.shared.models.tokenizer import Tick, TokenizerConfig, embedding_matrix, silent
 
 _BLOCK = 2048  # texts encoded between two files of finished work
 
@@ -45,21 +45,20 @@ def content_vectors(table: pa.Table, config: TokenizerConfig, seed: int, tick: T
         )
     if config.content == "text" or not present.any():
         tick("content vectors", 0, 1)
-        text = _text(table, config, seed)
-        vectors = text(table)
+        text, vectors = _text(table, config, seed)
         described = int((np.linalg.norm(vectors, axis=1) > 0).sum())
         return Content(vectors, "text", {"text": described, "nothing": table.num_rows - described}, text)
     missing = int((~present).sum())
     # Text features are kept although no item may need them now: a later item may come without an embedding.
-    text = _text(table, config, seed)
-    features = text(table)
+    text, features = _text(table, config, seed)
     rows = np.flatnonzero(present)
     fallback = LinearMap.fit(features[rows], unit_rows(given)[rows], config.ridge)
-    vectors = fill_missing(given, present, table, text, fallback)
+    vectors = unit_rows(given)
+    vectors[~present] = unit_rows(fallback(features[~present]))
     return Content(vectors, "embedding", {"embedding": len(rows), "predicted from text": missing}, text, fallback)
 
 
-def _text(table: pa.Table, config: TokenizerConfig, seed: int) -> TextFeatures:
+def _text(table: pa.Table, config: TokenizerConfig, seed: int) -> tuple[TextFeatures, FloatArray]:
     return TextFeatures.fit(table, dim=config.text_dim, hash_bits=config.hash_bits, max_buckets=config.max_buckets, seed=seed)
 
 

@@ -14,7 +14,7 @@ from semantide.services.tokenization.clusters import Spelling
 from semantide.shared.models.linear_map import FloatArray
 from semantide.shared.models.residual_codes import IntArray
 
-_RANK_ROWS = 20_000
+_RANK_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class QualityLimits:
 
 def effective_rank(vectors: FloatArray) -> float:
     """Exponential of the entropy of the normalised spectrum; 0 for constant vectors."""
-    step = max(1, len(vectors) // _RANK_ROWS)
-    rows = vectors[::step].astype(np.float64)
+    rows = vectors[:: -(-len(vectors) // _RANK_ROWS) or 1].astype(np.float64)
     rows = rows - rows.mean(axis=0)
     # An identical row repeated leaves rounding behind: what is below it is no variance.
     scale = max(float(np.abs(vectors).max(initial=0.0)), 1e-30)
@@ -88,8 +87,8 @@ def reconstruction(vectors: FloatArray, decoded: FloatArray) -> dict[str, float]
     return {"squared_error": round(error, 8), "share_of_variance": round(error / variance, 6) if variance > 0 else 0.0}
 
 
-def describe(vectors: FloatArray, spelling: Spelling) -> dict[str, Any]:
-    """The figures of a fitted tokenizer."""
+def describe(vectors: FloatArray, spelling: Spelling, rank: float) -> dict[str, Any]:
+    """The figures of a fitted tokenizer; ``rank`` is the vectors' effective rank."""
     sizes = spelling.codes.level_sizes
     plain, placed = spelling.plain, spelling.placed
     return {
@@ -98,7 +97,7 @@ def describe(vectors: FloatArray, spelling: Spelling) -> dict[str, Any]:
         "vectors": {
             "width": int(vectors.shape[1]),
             "distinct": len({row.tobytes() for row in vectors}),
-            "effective_rank": round(effective_rank(vectors), 4),
+            "effective_rank": round(rank, 4),
         },
         "collisions": {"before": collisions(plain), "after": collisions(placed)},
         "levels": level_figures(placed, sizes),

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from threadpoolctl import threadpool_limits
 
 from semantide.services.tokenization import quality
 from semantide.services.tokenization.clusters import fit
@@ -95,6 +96,14 @@ def build(
 
     Raises: BadData when there are no items, or the codebook collapsed; the text has the figures.
     """
+    # One thread a matrix product: sums then do not depend on the number of cores, and distances run on all cores by chunks.
+    with threadpool_limits(1, user_api="blas"):
+        return _build(dataset, config, seed, limits or QualityLimits(), header or {}, vectors, tick, workdir)
+
+
+def _build(
+    dataset: Dataset, config: TokenizerConfig, seed: int, limits: QualityLimits, header: dict[str, Any], vectors: Path | None, tick: Tick, workdir: Path | None
+) -> Spelled:
     table = dataset.item_table
     if not table.num_rows:
         raise BadData("the data set has no items: import items or interactions first, then make the data set again")
@@ -112,10 +121,11 @@ def build(
         raise BadData(
             f"{int((~finite).sum())} of {len(joined)} item vectors hold NaN or infinity, first item {dataset.item_ids[int(np.argmin(finite))]!r}: correct its embedding"
         )
-    _refuse_constant(joined, limits or QualityLimits())
+    rank = quality.effective_rank(joined)
+    _refuse_constant(joined, rank, limits)
     spelling = fit(joined, config, seed, tick)
     report = {
-        **quality.describe(joined, spelling),
+        **quality.describe(joined, spelling, rank),
         "content": {
             "source": content.source,
             "counts": content.counts,
@@ -129,7 +139,7 @@ def build(
         },
         "resolver": {"kind": config.resolver, "assignment": config.assignment, "fill": config.fill, "balance": config.balance},
     }
-    report["verdict"] = quality.judge(report, limits or QualityLimits())
+    report["verdict"] = quality.judge(report, limits)
     if not predict and config.collaborative_weight:
         report["verdict"]["warnings"].append(f"only {int(seen.sum())} items share histories (at least {_FEW}): ids come from content alone")
     if content.counts.get("predicted from text"):
@@ -139,12 +149,11 @@ def build(
         raise BadData("the tokenizer is not good enough, no catalog was written. " + "; ".join(report["verdict"]["reasons"]))
     tokenizer = Tokenizer(config, seed, content.source, int(content.vectors.shape[1]), spelling.codes, content.text, content.fallback, predict)
     catalog = Catalog(dataset.item_ids, spelling.placed, spelling.codes.level_sizes, tokenizer.digest)
-    return Spelled(catalog, tokenizer, _info(table), report, {**(header or {}), "items": []})
+    return Spelled(catalog, tokenizer, _info(table), report, {**header, "items": []})
 
 
-def _refuse_constant(vectors: FloatArray, limits: QualityLimits) -> None:
+def _refuse_constant(vectors: FloatArray, rank: float, limits: QualityLimits) -> None:
     # Before clustering: hundreds of thousands of equal vectors would first keep the resolver busy for an hour.
-    rank = quality.effective_rank(vectors)
     if len(vectors) >= limits.min_items and rank == 0.0 and limits.min_effective_rank > 0:
         distinct = len({row.tobytes() for row in vectors})
         raise BadData(

@@ -37,7 +37,7 @@ def truncated_svd(matrix: Any, dim: int, seed: int) -> tuple[FloatArray, FloatAr
         dense = np.asarray(matrix.todense() if hasattr(matrix, "todense") else matrix, dtype=np.float64)
         left, values, right = _exact(dense, dim)
     else:
-        left, values, right = randomized_svd(matrix, n_components=dim, n_oversamples=32, n_iter=5, power_iteration_normalizer="QR", random_state=seed)
+        left, values, right = randomized_svd(matrix, n_components=dim, n_oversamples=32, n_iter=5, power_iteration_normalizer="LU", random_state=seed)
     keep = values > 1e-6 * max(float(values[0]), _TINY)
     return left[:, keep].astype(np.float32), values[keep].astype(np.float32), right[keep].astype(np.float32)
 

@@ -9,7 +9,9 @@ Legend: N items, L levels, K codes of a level, D dimensions, P prefixes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +26,7 @@ from semantide.shared.models.linear_map import FloatArray
 
 IntArray = npt.NDArray[np.int64]
 
-_CHUNK = 8192
+_CHUNK = 4096
 _OPTIMAL_CELLS = 4_000_000  # largest cost matrix that is solved exactly; beyond it the greedy order stands
 
 
@@ -33,11 +35,25 @@ def squared_distances(rows: FloatArray, codebook: FloatArray) -> FloatArray:
     return np.asarray((codebook * codebook).sum(axis=1) - 2 * (rows @ codebook.T), dtype=np.float32)
 
 
+def in_chunks(count: int, work: Callable[[slice], None]) -> None:
+    """Call ``work`` for slices of ``count`` rows, several at a time; memory stays bounded and no sum depends on the order."""
+    slices = [slice(begin, min(begin + _CHUNK, count)) for begin in range(0, count, _CHUNK)]
+    if len(slices) < 2:
+        for part in slices:
+            work(part)
+        return
+    with ThreadPoolExecutor(min(len(slices), os.cpu_count() or 1)) as pool:
+        list(pool.map(work, slices))
+
+
 def nearest_code(rows: FloatArray, codebook: FloatArray) -> IntArray:
     """Index [N] of the nearest codebook row; the lower index where two are equally near."""
     codes = np.empty(len(rows), np.int64)
-    for begin in range(0, len(rows), _CHUNK):
-        codes[begin : begin + _CHUNK] = squared_distances(rows[begin : begin + _CHUNK], codebook).argmin(axis=1)
+
+    def work(part: slice) -> None:
+        codes[part] = squared_distances(rows[part], codebook).argmin(axis=1)
+
+    in_chunks(len(rows), work)
     return codes
 
 
@@ -74,20 +90,23 @@ def choose_with_room(rows: FloatArray, parents: IntArray, codebook: FloatArray, 
 
 
 def _wishes(rows: FloatArray, parents: IntArray, codebook: FloatArray, waiting: IntArray, full: dict[int, list[int]]) -> tuple[IntArray, FloatArray]:
-    wish, regret = np.empty(len(waiting), np.int64), np.zeros(len(waiting), np.float32)
-    for begin in range(0, len(waiting), _CHUNK):
-        part = waiting[begin : begin + _CHUNK]
-        distance = squared_distances(rows[part], codebook)
+    wish, regret = np.empty(len(waiting), np.int64), np.empty(len(waiting), np.float32)
+
+    def work(part: slice) -> None:
+        chosen = waiting[part]
+        distance = squared_distances(rows[chosen], codebook)
         if full:
-            for row, parent in enumerate(parents[part].tolist()):
+            for row, parent in enumerate(parents[chosen].tolist()):
                 if parent in full:
                     distance[row, full[parent]] = np.inf
         best = distance.argmin(axis=1)
-        wish[begin : begin + _CHUNK] = best
-        if len(codebook) > 1:
-            two = np.partition(distance, 1, axis=1)[:, :2]
-            assert np.isfinite(two[:, 0]).all(), "a prefix took more items than it has ids"
-            regret[begin : begin + _CHUNK] = two[:, 1] - two[:, 0]
+        wish[part] = best
+        least = distance[np.arange(len(best)), best]
+        assert np.isfinite(least).all(), "a prefix took more items than it has ids"
+        distance[np.arange(len(best)), best] = np.inf
+        regret[part] = distance.min(axis=1) - least
+
+    in_chunks(len(waiting), work)
     return wish, regret
 
 

@@ -83,17 +83,17 @@ class TextFeatures:
     components: FloatArray
 
     @classmethod
-    def fit(cls, table: pa.Table, *, dim: int, hash_bits: int, max_buckets: int, seed: int) -> TextFeatures:
-        """Fit on a table with title, text, categories, attributes."""
+    def fit(cls, table: pa.Table, *, dim: int, hash_bits: int, max_buckets: int, seed: int) -> tuple[TextFeatures, FloatArray]:
+        """Fit on a table with title, text, categories, attributes; returns the table's vectors [N, D] too."""
         counts = _count(table, hash_bits)
         frequency = np.bincount(counts.indices, minlength=counts.shape[1])
         # A word of one item alone says nothing about likeness; a small catalog keeps it, for it has little else.
         known = np.flatnonzero(frequency >= (2 if counts.shape[0] > 1000 else 1))
         buckets = np.sort(known[np.argsort(-frequency[known], kind="stable")[:max_buckets]]).astype(np.int64)
         idf = (np.log((1 + counts.shape[0]) / (1 + frequency[buckets])) + 1).astype(np.float32)
-        features = cls(hash_bits, buckets, idf, np.zeros((0, len(buckets)), np.float32))
-        _, _, components = truncated_svd(features._weighted(counts), dim, seed)
-        return cls(hash_bits, buckets, idf, components)
+        weighted = cls(hash_bits, buckets, idf, np.zeros((0, len(buckets)), np.float32))._weighted(counts)
+        _, _, components = truncated_svd(weighted, dim, seed)
+        return cls(hash_bits, buckets, idf, components), unit_rows(np.asarray(weighted @ components.T))
 
     def _weighted(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         weighted = counts[:, self.buckets].multiply(self.idf).tocsr().astype(np.float32)
