@@ -8,6 +8,7 @@ One transaction holds everything that one batch changes, so a kill at any point 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ class Manifest:
         self.segments.mkdir(parents=True, exist_ok=True)
         self.connection = sqlite3.connect(folder / "manifest.sqlite", timeout=wait_seconds, isolation_level=None)
         try:
-            self.connection.execute("PRAGMA journal_mode=WAL")
+            self._log_ahead(wait_seconds)
             # FULL: a committed transaction survives a power cut.
             self.connection.execute("PRAGMA synchronous=FULL")
             self.connection.execute("PRAGMA temp_store=MEMORY")
@@ -51,6 +52,18 @@ class Manifest:
         except BaseException:
             self.connection.close()
             raise
+
+    def _log_ahead(self, wait_seconds: float) -> None:
+        """Let readers read while one writes. Two first openers may get in each other's way, and SQLite does not wait for this one."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                self.connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def close(self) -> None:
         """Give the connection back."""

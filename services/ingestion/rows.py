@@ -52,14 +52,6 @@ def _stringified(raw: Any, names: Sequence[str]) -> Any:
     return {key: str(value) if key in names and type(value) is int else value for key, value in raw.items()}
 
 
-def _unencodable(raw: Any) -> bool:
-    try:
-        json.dumps(raw, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, ValueError):
-        return True
-    return False
-
-
 def _interaction_problem(row: int, event: Interaction, rules: Rules) -> Rejection | None:
     if event.action not in rules.actions:
         known = ", ".join(sorted(rules.actions))
@@ -92,8 +84,6 @@ def check_interactions(raws: Sequence[Any], rules: Rules) -> tuple[list[Interact
         if event is None:
             continue
         problem = _interaction_problem(row, event, rules)
-        if problem is None and _unencodable([event.user, event.item, event.page, event.event_id]):
-            problem = Rejection(row, "row", ascii(raws[row])[:80], "text is not valid Unicode", "send UTF-8")
         if problem is None:
             good.append(event)
         else:
@@ -152,8 +142,6 @@ def check_items(raws: Sequence[Any], rules: Rules) -> tuple[list[Item], list[Rej
             problem = Rejection(
                 row, "id", item.id, f"duplicate item id: row {first_rows[item.id]} of this batch has it already", "send each item once in a batch"
             )
-        if problem is None and _unencodable(raw):
-            problem = Rejection(row, "row", ascii(raw)[:80], "text is not valid Unicode", "send UTF-8")
         if problem is None:
             first_rows[item.id] = row
             good.append(item)
