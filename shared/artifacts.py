@@ -108,7 +108,9 @@ class ArtifactStore:
             for name, entry in manifest["files"].items():
                 path = folder / name
                 if not path.is_file() or digest_file(path) != entry["sha256"]:
-                    raise Corrupt(f"{ref}: file {name} does not have the digest of its manifest ({entry['sha256'][:12]}...): delete the artifact and run its job again")
+                    raise Corrupt(
+                        f"{ref}: file {name} does not have the digest of its manifest ({entry['sha256'][:12]}...): delete the artifact and run its job again"
+                    )
         return folder
 
     def _fetch(self, ref: str, manifest: Mapping[str, Any]) -> Path:

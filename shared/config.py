@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     """Silence that ends a session, seconds."""
     job_slots: int = Field(default=1, ge=1)
     """Jobs that one worker runs at the same time."""
-    job_attempts: int = Field(default=3, ge=1)
+    job_attempts: int = Field(default=5, ge=1)
     """Times a job is started before a crash of its process counts as failure."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a worker process shows its metrics on loopback. 0: none."""

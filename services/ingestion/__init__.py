@@ -1,0 +1,1 @@
+"""Takes items and interactions in, durably, and makes data sets of them."""

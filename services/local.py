@@ -1,0 +1,155 @@
+"""The rooms' process entry: ``python -m semantide.services.local api|worker|job ...``.
+
+``api all`` mounts every room in one process for a laptop; ``api ROOM`` and ``worker ROOM`` are what compose and the chart run apart.
+The only file that may import several rooms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+
+from semantide.shared import broker, telemetry
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.config import Settings
+from semantide.shared.contracts import ROOMS, RunJob
+from semantide.shared.errors import BrokerUnavailable
+from semantide.shared.jobs import Jobs, run_job
+from semantide.shared.queues import Queues, handler
+from semantide.shared.room import Room
+
+
+def open_room(name: str, settings: Settings) -> Room:
+    """Connect one room to its broker and store.
+
+    Raises: BrokerUnavailable.
+    """
+    return Room(
+        name, settings, broker.connect(settings.redis_url), ArtifactStore(settings.artifacts_root, settings.data_dir / "cache"), Queues(settings.redis_url)
+    )
+
+
+def _door(room: str, door: str) -> ModuleType | None:
+    name = f"semantide.services.{room}.{door}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def serve(names: list[str], settings: Settings) -> None:
+    """Run the APIs of some rooms on one port."""
+    import uvicorn
+
+    from semantide.shared import operations_api
+    from semantide.shared.http import build_app
+
+    telemetry.start("api" if len(names) > 1 else f"{names[0]}-api", settings)
+    rooms = [open_room(name, settings) for name in names]
+    routers, ready, start = [operations_api.build(rooms[0])], [], []
+    for room in rooms:
+        door = _door(room.name, "api")
+        if door is None:
+            continue
+        routers.append(door.build(room))
+        if hook := getattr(door, "ready", None):
+            ready.append(lambda hook=hook, room=room: hook(room))
+        if hook := getattr(door, "start", None):
+            start.append(lambda hook=hook, room=room: hook(room))
+    app = build_app(rooms, routers, ready, start)
+    uvicorn.run(app, host=settings.host, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=15, server_header=False)
+
+
+def work(name: str, settings: Settings) -> None:
+    """Run one room's worker: its queues, its jobs, its background thread."""
+    from semantide.shared.job_runner import JobRunner
+
+    telemetry.start(f"{name}-worker", settings)
+    # Celery warns about root because of pickle; only JSON is accepted here, and containers often run one process as root.
+    warnings.filterwarnings("ignore", message="You're running the worker with superuser privileges")
+    from opentelemetry.instrumentation.celery import CeleryInstrumentor
+
+    CeleryInstrumentor().instrument()
+    room = open_room(name, settings)
+    tasks = _door(name, "tasks")
+    runner = JobRunner(room)
+
+    @handler(RunJob)
+    def run(message: RunJob, room: Room) -> None:
+        runner.wake()
+
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+    background: Callable[[Room, threading.Event], None] | None = getattr(tasks, "background", None)
+    if background is not None:
+        threads.append(threading.Thread(target=background, args=(room, stop), name="background", daemon=True))
+
+    def begin() -> None:
+        runner.start()
+        for thread in threads:
+            thread.start()
+
+    def end() -> None:
+        stop.set()
+        runner.stop()
+        for thread in threads:
+            thread.join(20)
+
+    room.queues.work(room, ready=begin, shutdown=end)
+
+
+def work_on(job_id: str, settings: Settings) -> int:
+    """Run one job in this process."""
+    telemetry.start("job", settings)
+    client = broker.connect(settings.redis_url)
+    queues = Queues(settings.redis_url)
+    record = Jobs(client).get(job_id)
+    door = _door(record.spec.room, "job")
+    if door is None:
+        raise BrokerUnavailable(f"room {record.spec.room} runs no jobs")
+    return run_job(job_id, door.run, settings, ArtifactStore(settings.artifacts_root, settings.data_dir / "cache"), client, queues)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent does: the parent holds the other end of standard input."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse and run; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m semantide.services.local")
+    parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("api").add_argument("rooms", nargs="+", choices=[*ROOMS, "all"])
+    verbs.add_parser("worker").add_argument("room", choices=ROOMS)
+    verbs.add_parser("job").add_argument("id")
+    options = parser.parse_args(arguments)
+    settings = Settings()
+    if options.with_parent or options.verb == "job":
+        _end_with_parent()
+    try:
+        if options.verb == "api":
+            serve(list(ROOMS) if "all" in options.rooms else options.rooms, settings)
+        elif options.verb == "worker":
+            work(options.room, settings)
+        else:
+            return work_on(options.id, settings)
+    except (BrokerUnavailable, ValueError) as error:
+        sys.stderr.write(f"semantide: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

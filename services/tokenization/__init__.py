@@ -1,0 +1,1 @@
+"""Spells items as semantic ids."""

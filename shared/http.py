@@ -1,0 +1,266 @@
+"""The door to FastAPI: one application factory with authentication, body limits, error mapping, health and metrics.
+
+Rooms' ``api.py`` import the names they need from here. Every route but ``/healthz`` and ``/readyz`` wants an API key:
+``Authorization: Bearer KEY``, ``X-API-Key: KEY``, or Basic with the key as password (so that a browser can open ``/docs``).
+An error is ``{"error": {"type", "message", "details"?}}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import Path as PathParameter
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from semantide.shared import broker as broker_door
+from semantide.shared.config import Settings
+from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
+from semantide.shared.room import Room
+from semantide.shared.telemetry import logger, metrics_page
+from semantide.shared.version import code_version
+
+__all__ = [
+    "APIRouter",
+    "Body",
+    "Depends",
+    "HTTPException",
+    "JSONResponse",
+    "PathParameter",
+    "Query",
+    "Request",
+    "Response",
+    "StreamingResponse",
+    "build_app",
+    "run_in_threadpool",
+]
+
+OPEN_PATHS = ("/healthz", "/readyz")
+UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Ready = Callable[[], tuple[bool, str]]
+
+
+def api_keys(settings: Settings) -> list[str]:
+    """The accepted keys; on loopback one is made and kept when none is configured.
+
+    Raises: ValueError beyond loopback without a configured key.
+    """
+    if settings.key_list:
+        return settings.key_list
+    if settings.host not in LOOPBACK:
+        raise ValueError(f"refusing to listen on {settings.host} without an API key: set SEMANTIDE_API_KEYS, or listen on 127.0.0.1")
+    path = settings.data_dir / "api_key"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                stream.write(secrets.token_urlsafe(24))
+        except FileExistsError:
+            pass
+    return [path.read_text().strip()]
+
+
+def _presented_key(headers: dict[bytes, bytes]) -> str:
+    if key := headers.get(b"x-api-key"):
+        return key.decode("latin-1")
+    scheme, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return ""
+
+
+def _error(status: int, kind: str, message: str, details: Any = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    body: dict[str, Any] = {"type": kind, "message": message}
+    if details is not None:
+        body["details"] = details
+    return JSONResponse({"error": body}, status_code=status, headers=headers)
+
+
+class Gate:
+    """ASGI middleware: API key first, then the body's size."""
+
+    def __init__(self, app: Any, keys: Sequence[str], max_body_bytes: int) -> None:
+        self._app, self._keys, self._max = app, [key.encode() for key in keys], max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through or answer 401 or 413."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        presented = _presented_key(headers).encode()
+        if not any([hmac.compare_digest(presented, key) for key in self._keys]):
+            answer = _error(
+                401,
+                "Unauthorized",
+                "no valid API key: send `Authorization: Bearer KEY` (`semantide key` prints the local one)",
+                headers={"WWW-Authenticate": 'Basic realm="semantide"'},
+            )
+            await answer(scope, receive, send)  # type: ignore[arg-type]
+            return
+        if scope["path"].startswith(UPLOAD_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        too_large = _error(413, "TooLarge", f"the body is larger than {self._max} bytes: send smaller batches, or raise SEMANTIDE_MAX_BODY_BYTES")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max:
+            await too_large(scope, receive, send)  # type: ignore[arg-type]
+            return
+        seen = 0
+        started = False
+
+        async def counted() -> dict[str, Any]:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max:
+                raise _BodyTooLarge
+            return message
+
+        async def watched(message: dict[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, watched)
+        except _BodyTooLarge:
+            if not started:
+                await too_large(scope, receive, send)  # type: ignore[arg-type]
+
+
+class _BodyTooLarge(Exception):
+    pass
+
+
+def _status(error: SemantideError) -> int:
+    if isinstance(error, NotFound):
+        return 404
+    if isinstance(error, Conflict):
+        return 409
+    if isinstance(error, BadData):
+        return 422
+    if isinstance(error, TransientError):
+        return 503
+    return 500
+
+
+def _json_safe(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return repr(value)[:200]
+    return value if not isinstance(value, str) else value[:200]
+
+
+def build_app(
+    rooms: Sequence[Room], routers: Sequence[APIRouter], ready: Sequence[Ready] = (), start: Sequence[Callable[[], Callable[[], None]]] = ()
+) -> FastAPI:
+    """One application for the given rooms.
+
+    ``ready`` hooks say whether a room can answer; each ``start`` runs at start-up and returns what to call at the end.
+    """
+    room = rooms[0]
+    keys = api_keys(room.settings)
+    log = logger("http")
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> Any:
+        stops = [begin() for begin in start]
+        yield
+        for stop in reversed(stops):
+            await run_in_threadpool(stop)
+
+    app = FastAPI(
+        title="Semantide",
+        version=code_version().partition("+")[0],
+        description="Generative recommendation: " + ", ".join(r.name for r in rooms),
+        lifespan=lifespan,
+    )
+
+    @app.get("/healthz", tags=["health"], summary="The process is alive")
+    def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"], summary="The broker answers and every room can work")
+    def readyz() -> Response:
+        problems = []
+        try:
+            room.broker.ping()
+        except broker_door.RedisError as error:
+            problems.append(f"broker: {error}")
+        for hook in ready:
+            fine, text = hook()
+            if not fine:
+                problems.append(text)
+        return JSONResponse({"status": "unready" if problems else "ok", "problems": problems}, status_code=503 if problems else 200)
+
+    @app.get("/metrics", tags=["health"], summary="Prometheus metrics of this process")
+    def metrics() -> Response:
+        page, content_type = metrics_page()
+        return Response(page, media_type=content_type)
+
+    for router in routers:
+        app.include_router(router)
+
+    @app.exception_handler(SemantideError)
+    async def own_error(_: Request, error: SemantideError) -> Response:
+        status = _status(error)
+        if status == 500:
+            log.error("request failed", error=str(error), exc_info=error)
+        return _error(status, type(error).__name__, str(error), headers={"Retry-After": "2"} if status == 503 else None)
+
+    @app.exception_handler(ValueError)
+    async def wrong_argument(_: Request, error: ValueError) -> Response:
+        return _error(422, "ValueError", str(error))
+
+    @app.exception_handler(broker_door.RedisError)
+    async def broker_away(_: Request, error: Exception) -> Response:
+        return _error(503, BrokerUnavailable.__name__, f"the broker is away ({error}): try again", headers={"Retry-After": "2"})
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        details = [{"field": ".".join(str(part) for part in e["loc"]), "problem": e["msg"], "value": _json_safe(e.get("input"))} for e in error.errors()[:50]]
+        first = details[0] if details else {"field": "body", "problem": "is malformed", "value": ""}
+        return _error(422, "InvalidRequest", f"{first['field']}: {first['problem']} (got {str(first['value'])[:80]!r})", details)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(_: Request, error: StarletteHTTPException) -> Response:
+        return _error(error.status_code, "HTTPError", str(error.detail), headers=dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return _error(500, "InternalError", f"an unexpected {type(error).__name__} happened here; the log has its trace")
+
+    FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics")
+    app.add_middleware(Gate, keys=keys, max_body_bytes=room.settings.max_body_bytes)
+    return app
+
+
+def local_key(data_dir: Path) -> str | None:
+    """The key that a stack in this folder made for itself, if any."""
+    path = data_dir / "api_key"
+    return path.read_text().strip() if path.exists() else None

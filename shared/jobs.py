@@ -1,0 +1,263 @@
+"""Long work: one spec, run by a local process of the room's worker.
+
+    submit -> record in Redis (queued) + RunJob message -> JobRunner in a worker starts ``services.local job <id>``
+           -> that process calls the room's ``job.run(JobContext)`` -> outcome recorded (succeeded, failed, cancelled)
+
+A job's folder (``data_dir/jobs/<id>``) outlives its process: checkpoints go there. A runner holds a lease on what it runs;
+when it dies, its job's process ends too (its standard input closes) and another runner starts the job again, from its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from semantide.shared import broker as broker_door
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.config import Settings
+from semantide.shared.contracts import JobRecord, JobSpec, Message, RunJob
+from semantide.shared.errors import Conflict, JobCancelled, NotFound
+from semantide.shared.queues import Queues
+from semantide.shared.telemetry import logger
+
+ENDED = ("succeeded", "failed", "cancelled")
+_INDEX = "semantide:jobs"
+_METRICS_KEPT = 20_000
+_PROGRESS_SECONDS = 0.2
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970-01-01 UTC."""
+    return int(time.time() * 1000)
+
+
+def open_jobs_key(room: str) -> str:
+    """The Redis set of a room's jobs that have not ended."""
+    return f"semantide:jobs:open:{room}"
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """What a job hands back: artifact references by name, and small JSON figures."""
+
+    artifacts: dict[str, str] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+class Jobs:
+    """Records of all jobs, in Redis."""
+
+    def __init__(self, client: Any, queues: Queues | None = None) -> None:
+        self._redis, self._queues = client, queues
+
+    @staticmethod
+    def key(job_id: str) -> str:
+        """The Redis hash of one job; each field is JSON."""
+        return f"semantide:job:{job_id}"
+
+    def write(self, job_id: str, **fields: Any) -> None:
+        """Set some fields of a record."""
+        self._redis.hset(self.key(job_id), mapping={name: json.dumps(value) for name, value in fields.items()})
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Record a job and tell its room.
+
+        Raises: TransientError when the broker is away; then nothing was submitted.
+        """
+        record = JobRecord(id=f"{spec.kind}-{uuid.uuid4().hex[:12]}", spec=spec, created=now_ms())
+        self.write(record.id, **record.model_dump(mode="json"))
+        self._redis.zadd(_INDEX, {record.id: record.created})
+        self._open(record)
+        return record
+
+    def _open(self, record: JobRecord) -> None:
+        self._redis.sadd(open_jobs_key(record.spec.room), record.id)
+        if self._queues is not None:
+            self._queues.send(RunJob(room=record.spec.room, job_id=record.id))
+
+    def get(self, job_id: str) -> JobRecord:
+        """One record.
+
+        Raises: NotFound.
+        """
+        fields = self._redis.hgetall(self.key(job_id))
+        if not fields:
+            raise NotFound(f"no job {job_id!r}: list the jobs with `semantide jobs`")
+        return JobRecord.model_validate({name.decode(): json.loads(value) for name, value in fields.items()})
+
+    def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100) -> list[JobRecord]:
+        """Newest first."""
+        records = []
+        for raw in self._redis.zrevrange(_INDEX, 0, -1):
+            record = self.get(raw.decode())
+            if (kind is None or record.spec.kind == kind) and (state is None or record.state == state):
+                records.append(record)
+                if len(records) == limit:
+                    break
+        return records
+
+    def cancel(self, job_id: str) -> JobRecord:
+        """Ask a job to stop; a queued one ends at once.
+
+        Raises: NotFound, Conflict when it has already ended.
+        """
+        record = self.get(job_id)
+        if record.state in ENDED:
+            raise Conflict(f"job {job_id} has already {record.state}: there is nothing to cancel")
+        self.write(job_id, cancel_requested=True)
+        if record.state == "queued":
+            self.end(record, "cancelled", error="cancelled before it started")
+        return self.get(job_id)
+
+    def resume(self, job_id: str) -> JobRecord:
+        """Start a failed or cancelled job again from its folder.
+
+        Raises: NotFound, Conflict when it is still running or has succeeded.
+        """
+        record = self.get(job_id)
+        if record.state not in ("failed", "cancelled"):
+            raise Conflict(f"job {job_id} is {record.state}: only a failed or cancelled job can be resumed")
+        self.write(job_id, state="queued", cancel_requested=False, error=None, attempt=0, finished=None)
+        self._open(record)
+        return self.get(job_id)
+
+    def end(self, record: JobRecord, state: str, *, error: str | None = None, outcome: JobOutcome | None = None) -> None:
+        """Record how a job ended."""
+        fields: dict[str, Any] = {"state": state, "error": error, "finished": now_ms()}
+        if outcome is not None:
+            fields |= {"artifacts": outcome.artifacts, "result": outcome.result}
+        pipe = self._redis.pipeline()
+        pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
+        pipe.srem(open_jobs_key(record.spec.room), record.id)
+        pipe.execute()
+
+    def metrics(self, job_id: str, after: int = -1) -> list[dict[str, float]]:
+        """Metric rows with ``step`` > ``after``; of rows that a resumed run repeated, the last one."""
+        rows: dict[tuple[int, tuple[str, ...]], dict[str, float]] = {}
+        for _, entry in self._redis.xrange(f"{self.key(job_id)}:metrics"):
+            row = json.loads(entry[b"row"])
+            if row["step"] > after:
+                rows[(row["step"], tuple(sorted(row)))] = row
+        return [rows[key] for key in sorted(rows, key=lambda key: key[0])]
+
+
+class JobContext:
+    """What the code of a job sees of the world."""
+
+    def __init__(self, record: JobRecord, settings: Settings, store: ArtifactStore, client: Any, queues: Queues) -> None:
+        self.id, self.spec, self.settings, self.store, self.broker = record.id, record.spec, settings, store, client
+        self.workdir = settings.data_dir.absolute() / "jobs" / record.id
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self._jobs, self._queues = Jobs(client), queues
+        self._stop = threading.Event()
+        self._last_progress = 0.0
+        self._unsent: list[str] = []
+        self._log = logger(f"job.{record.spec.kind}")
+
+    def progress(self, done: float, total: float, unit: str = "", stage: str = "") -> None:
+        """Say how far the job is; cheap, written a few times a second."""
+        now = time.monotonic()
+        if now - self._last_progress >= _PROGRESS_SECONDS or done >= total:
+            self._last_progress = now
+            self._quietly(lambda: self._jobs.write(self.id, done=done, total=total, unit=unit, stage=stage))
+
+    def metric(self, step: int, **values: float) -> None:
+        """Append one row of live metrics; kept back while the broker is away."""
+        self._unsent.append(json.dumps({"step": step, **values}))
+
+        def flush() -> None:
+            pipe = self.broker.pipeline(transaction=True)
+            for row in self._unsent:
+                pipe.xadd(f"{Jobs.key(self.id)}:metrics", {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
+            pipe.execute()
+            self._unsent.clear()
+
+        self._quietly(flush)
+
+    def _quietly(self, write: Callable[[], None]) -> None:
+        # A broker that is away must not cost hours of training: what could not be said now is said later.
+        try:
+            write()
+        except broker_door.RedisError as error:
+            self._log.warning("the broker is away, the job goes on", error=str(error))
+
+    def check_cancelled(self) -> None:
+        """Call it often.
+
+        Raises: JobCancelled when the job shall stop now.
+        """
+        if self._stop.is_set():
+            raise JobCancelled(f"job {self.id} was asked to stop")
+
+    def stop(self) -> None:
+        """Make the next ``check_cancelled`` raise."""
+        self._stop.set()
+
+    def send(self, message: Message) -> None:
+        """Put a message on its queue."""
+        self._queues.send(message)
+
+
+def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Settings, store: ArtifactStore, client: Any, queues: Queues) -> int:
+    """The body of a job's process; the exit status is 0 when its end was recorded, 75 when it shall be started again."""
+    jobs = Jobs(client)
+    record = jobs.get(job_id)
+    context = JobContext(record, settings, store, client, queues)
+    signal.signal(signal.SIGTERM, lambda *_: context.stop())
+    log = logger(f"job.{record.spec.kind}")
+    if not _lock(context.workdir / "lock"):
+        log.warning("another process still runs this job", job=job_id)
+        return 75
+    kept = context.workdir / "outcome.json"
+    state, error, outcome = "succeeded", None, None
+    try:
+        if kept.exists():
+            outcome = JobOutcome(**json.loads(kept.read_text()))
+        else:
+            outcome = run(context)
+            _write_atomically(kept, json.dumps({"artifacts": outcome.artifacts, "result": outcome.result}))
+    except JobCancelled:
+        if not jobs.get(job_id).cancel_requested:
+            return 75
+        state, error = "cancelled", "cancelled on request; `semantide jobs resume` goes on from its last checkpoint"
+    except Exception as cause:
+        log.exception("job failed", job=job_id)
+        state, error = "failed", f"{type(cause).__name__}: {cause}"
+    while True:
+        try:
+            jobs.end(record, state, error=error, outcome=outcome)
+            return 0
+        except broker_door.ConnectionLost:
+            if context._stop.is_set():
+                return 75
+            time.sleep(0.5)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".incoming")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def _lock(path: Path) -> bool:
+    """Hold an exclusive lock on a file until this process ends."""
+    import fcntl
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return False
+    return True

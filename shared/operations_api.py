@@ -1,0 +1,65 @@
+"""Routes that every room answers alike: jobs, artifacts and queues live in Redis and in the store, not in a room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from semantide.shared.contracts import JobRecord, JobSpec
+from semantide.shared.http import APIRouter, Query
+from semantide.shared.jobs import Jobs
+from semantide.shared.room import Room
+
+_LOG_BYTES = 64 * 1024
+
+
+def build(room: Room) -> APIRouter:
+    """Jobs, artifacts, queues."""
+    router = APIRouter(prefix="/v1")
+    jobs = Jobs(room.broker, room.queues)
+
+    @router.post("/jobs", status_code=202, tags=["jobs"], summary="Submit a piece of long work")
+    def submit(spec: JobSpec) -> JobRecord:
+        for ref in spec.inputs.values():
+            room.store.manifest(ref)
+        return jobs.submit(spec)
+
+    @router.get("/jobs", tags=["jobs"], summary="Jobs, newest first")
+    def list_jobs(kind: str | None = None, state: str | None = None, limit: int = Query(default=50, ge=1, le=1000)) -> list[JobRecord]:
+        return jobs.recent(kind=kind, state=state, limit=limit)
+
+    @router.get("/jobs/{job_id}", tags=["jobs"], summary="One job")
+    def show(job_id: str) -> JobRecord:
+        return jobs.get(job_id)
+
+    @router.post("/jobs/{job_id}/cancel", tags=["jobs"], summary="Ask a job to stop; its checkpoint stays")
+    def cancel(job_id: str) -> JobRecord:
+        return jobs.cancel(job_id)
+
+    @router.post("/jobs/{job_id}/resume", tags=["jobs"], summary="Go on with a failed or cancelled job")
+    def resume(job_id: str) -> JobRecord:
+        return jobs.resume(job_id)
+
+    @router.get("/jobs/{job_id}/metrics", tags=["jobs"], summary="Live metrics, rows of one step each")
+    def metrics(job_id: str, after: int = -1) -> list[dict[str, float]]:
+        jobs.get(job_id)
+        return jobs.metrics(job_id, after)
+
+    @router.get("/jobs/{job_id}/log", tags=["jobs"], summary="The end of the log of the job's process")
+    def log(job_id: str) -> dict[str, str]:
+        jobs.get(job_id)
+        path = room.settings.data_dir / "jobs" / job_id / "log.txt"
+        return {"log": path.read_bytes()[-_LOG_BYTES:].decode(errors="replace") if path.exists() else ""}
+
+    @router.get("/artifacts", tags=["artifacts"], summary="References of all artifacts")
+    def artifacts(kind: str | None = Query(default=None, pattern="^[a-z]+$")) -> list[str]:
+        return room.store.list(kind)
+
+    @router.get("/artifacts/{kind}/{digest}", tags=["artifacts"], summary="What made an artifact")
+    def manifest(kind: str, digest: str) -> dict[str, Any]:
+        return room.store.manifest(f"{kind}/{digest}")
+
+    @router.get("/queues", tags=["queues"], summary="Waiting and parked messages")
+    def queues() -> dict[str, Any]:
+        return {"depths": room.queues.depths(room.broker), "dead_letters": room.queues.dead_letters(room.broker)}
+
+    return router

@@ -1,0 +1,157 @@
+"""The door to Celery: one message type, one queue, one handler.
+
+``queues.send(message)`` puts a frozen pydantic message on the queue of its type (for ``RunJob``: of its room). A room's
+``tasks.py`` registers handlers with ``@handler(MessageType)``. A handler that raises TransientError (or loses the broker or the disk)
+is run again with growing pauses; any other error parks the message in a dead-letter list with its cause. Delivery is at least once, handlers are idempotent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from celery import Celery
+from celery.exceptions import Retry as CeleryRetry
+from celery.signals import worker_ready, worker_shutdown
+from kombu.entity import Exchange, Queue
+
+from semantide.shared import broker as broker_door
+from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
+from semantide.shared.errors import TransientError
+from semantide.shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from semantide.shared.room import Room
+
+M = TypeVar("M", bound=Message)
+Handler = Callable[[Any, "Room"], None]
+
+# Which rooms hear a message. A message with several readers has one queue a reader.
+READERS: dict[type[Message], tuple[str, ...]] = {
+    RunJob: (),
+    ItemsChanged: ("tokenization",),
+    CatalogReady: ("serving",),
+    ModelTrained: ("serving",),
+}
+MAX_ATTEMPTS = 8
+VISIBILITY_SECONDS = 60  # a handler ends well within it; what a killed worker held comes back after it
+
+_handlers: dict[type[Message], Handler] = {}
+
+
+def handler(message_type: type[M]) -> Callable[[Callable[[M, Room], None]], Callable[[M, Room], None]]:
+    """Register the decorated function as this process's handler of a message type."""
+
+    def register(function: Callable[[M, Room], None]) -> Callable[[M, Room], None]:
+        _handlers[message_type] = function
+        return function
+
+    return register
+
+
+def queue_name(message_type: type[Message], room: str) -> str:
+    """As in ``semantide.training.RunJob``."""
+    return f"semantide.{room}.{message_type.__name__}"
+
+
+def dead_letter_key(queue: str) -> str:
+    """The Redis list that keeps what a queue's handler could not do."""
+    return f"semantide:dead:{queue}"
+
+
+class Queues:
+    """Sends messages, runs a room's worker, shows depths and dead letters."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.redis_url = redis_url
+        self.app = Celery("semantide", broker=redis_url)
+        self.app.conf.update(
+            task_acks_late=True,
+            task_reject_on_worker_lost=True,
+            task_ignore_result=True,
+            worker_prefetch_multiplier=1,
+            worker_hijack_root_logger=False,
+            worker_redirect_stdouts=False,
+            worker_send_task_events=False,
+            worker_enable_remote_control=False,
+            worker_cancel_long_running_tasks_on_connection_loss=False,
+            task_serializer="json",
+            accept_content=["json"],
+            broker_connection_retry_on_startup=True,
+            broker_connection_max_retries=None,
+            broker_transport_options={"visibility_timeout": VISIBILITY_SECONDS, "socket_keepalive": True, "global_keyprefix": "semantide:queue:"},
+            task_create_missing_queues=True,
+        )
+
+    def send(self, message: Message) -> None:
+        """Put the message on its queue(s).
+
+        Raises: BrokerUnavailable.
+        """
+        kind = type(message)
+        rooms = (message.room,) if isinstance(message, RunJob) else READERS[kind]
+        for room in rooms:
+            try:
+                self.app.send_task(
+                    kind.__name__, kwargs={"body": message.model_dump(mode="json")}, queue=queue_name(kind, room), retry=True, retry_policy={"max_retries": 3}
+                )
+            except (OSError, *broker_door.ConnectionLost, self.app.connection_for_write().connection_errors[0]) as error:
+                raise TransientError(f"message {kind.__name__} could not be queued ({error}): the broker is away, try again") from error
+
+    def depths(self, client: Any) -> dict[str, int]:
+        """Waiting messages of every queue that ever held one."""
+        names = [queue_name(RunJob, room) for room in ROOMS]
+        names += [queue_name(kind, room) for kind, rooms in READERS.items() for room in rooms]
+        return {name: int(client.llen(f"semantide:queue:{name}")) for name in names}
+
+    def dead_letters(self, client: Any) -> dict[str, list[dict[str, Any]]]:
+        """Parked messages with their causes, by queue."""
+        letters = {}
+        for key in sorted(client.scan_iter("semantide:dead:*")):
+            letters[key.decode().removeprefix("semantide:dead:")] = [json.loads(entry) for entry in client.lrange(key, 0, -1)]
+        return letters
+
+    def work(self, room: Room, *, ready: Callable[[], None] | None = None, shutdown: Callable[[], None] | None = None) -> None:
+        """Run the room's registered handlers until the process is asked to end."""
+        queues = []
+        for kind, function in _handlers.items():
+            name = queue_name(kind, room.name)
+            queues.append(Queue(name, Exchange(name), routing_key=name))
+            self._register(kind, function, room, name)
+        if ready is not None:
+            worker_ready.connect(lambda **_: ready(), weak=False)
+        if shutdown is not None:
+            worker_shutdown.connect(lambda **_: shutdown(), weak=False)
+        self.app.conf.task_queues = queues
+        options = ["--pool=solo", "--without-gossip", "--without-mingle", "--without-heartbeat", "--loglevel=WARNING"]
+        self.app.worker_main(["--quiet", "worker", f"--hostname={room.name}@%h", *options])
+
+    def _register(self, kind: type[Message], function: Handler, room: Room, queue: str) -> None:
+        log = logger(room.name)
+
+        def run(task: Any, body: dict[str, Any]) -> None:
+            try:
+                function(kind.model_validate(body), room)
+            except CeleryRetry:
+                raise
+            except Exception as error:
+                transient = isinstance(error, (TransientError, OSError, *broker_door.ConnectionLost))
+                if transient and task.request.retries < MAX_ATTEMPTS:
+                    log.warning("message will be tried again", message_type=kind.__name__, attempt=task.request.retries + 1, error=str(error))
+                    raise task.retry(exc=error, countdown=min(30.0, 0.5 * 2**task.request.retries), max_retries=MAX_ATTEMPTS) from error
+                log.error("message parked", message_type=kind.__name__, error=str(error), exc_info=True)
+                letter = {
+                    "message": body,
+                    "error": f"{type(error).__name__}: {error}",
+                    "traceback": traceback.format_exc()[-4000:],
+                    "time": int(time.time() * 1000),
+                }
+                pipe = room.broker.pipeline()
+                pipe.rpush(dead_letter_key(queue), json.dumps(letter))
+                pipe.ltrim(dead_letter_key(queue), -1000, -1)
+                pipe.execute()
+
+        self.app.task(run, bind=True, name=kind.__name__, shared=False)

@@ -1,0 +1,101 @@
+"""Traces, metrics and structured logs of one process (opentelemetry-sdk, structlog).
+
+Nothing leaves the machine unless ``otlp_endpoint`` is set. Metrics are read from ``/metrics`` in Prometheus' text format;
+every log line is one JSON object with the ids of the current trace.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
+
+from semantide.shared.config import Settings
+from semantide.shared.version import code_version
+
+_started = False
+
+
+def start(process: str, settings: Settings) -> None:
+    """Set up this process once; later calls do nothing."""
+    global _started
+    if _started:
+        return
+    _started = True
+    resource = Resource.create({"service.name": f"semantide-{process}", "service.version": code_version()})
+    tracing = TracerProvider(resource=resource)
+    if settings.otlp_endpoint:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{settings.otlp_endpoint.rstrip('/')}/v1/traces")))
+    trace.set_tracer_provider(tracing)
+    metrics.set_meter_provider(MeterProvider(resource=resource, metric_readers=[PrometheusMetricReader()]))
+    if settings.metrics_port:
+        start_http_server(settings.metrics_port, addr="127.0.0.1")
+    start_logs(process, settings.log_level)
+
+
+def start_logs(process: str, level: str) -> None:
+    """One JSON object a line on standard error, for our loggers and everybody else's."""
+
+    def add_trace(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            event["trace_id"], event["span_id"] = f"{context.trace_id:032x}", f"{context.span_id:016x}"
+        event["process"] = process
+        return event
+
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_trace,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "celery.redirected", "kombu", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def logger(name: str) -> Any:
+    """A structured logger: ``logger("ingestion").info("segment written", rows=500)``."""
+    return structlog.stdlib.get_logger(f"semantide.{name}")
+
+
+def tracer(name: str) -> trace.Tracer:
+    """A tracer of one room."""
+    return trace.get_tracer(f"semantide.{name}")
+
+
+def meter(name: str) -> metrics.Meter:
+    """A meter of one room; instruments made from it appear on ``/metrics``."""
+    return metrics.get_meter(f"semantide.{name}")
+
+
+def metrics_page() -> tuple[bytes, str]:
+    """The current metrics and their content type."""
+    return generate_latest(), CONTENT_TYPE_LATEST
