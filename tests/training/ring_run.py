@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo  # optimisers import it at their first step: once here rather than in every fork
 
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import Case, evaluate
