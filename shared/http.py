@@ -11,11 +11,8 @@ import base64
 import binascii
 import hmac
 import json
-import os
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
@@ -27,7 +24,7 @@ from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from semantide.shared import broker as broker_door
-from semantide.shared.config import Settings
+from semantide.shared.api_keys import api_keys
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
@@ -50,32 +47,11 @@ __all__ = [
 
 OPEN_PATHS = ("/healthz", "/readyz")
 UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Ready = Callable[[], tuple[bool, str]]
-
-
-def api_keys(settings: Settings) -> list[str]:
-    """The accepted keys; on loopback one is made and kept when none is configured.
-
-    Raises: ValueError beyond loopback without a configured key.
-    """
-    if settings.key_list:
-        return settings.key_list
-    if settings.host not in LOOPBACK:
-        raise ValueError(f"refusing to listen on {settings.host} without an API key: set SEMANTIDE_API_KEYS, or listen on 127.0.0.1")
-    path = settings.data_dir / "api_key"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(secrets.token_urlsafe(24))
-        except FileExistsError:
-            pass
-    return [path.read_text().strip()]
 
 
 def _presented_key(headers: dict[bytes, bytes]) -> str:
@@ -258,9 +234,3 @@ def build_app(
     FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics")
     app.add_middleware(Gate, keys=keys, max_body_bytes=room.settings.max_body_bytes)
     return app
-
-
-def local_key(data_dir: Path) -> str | None:
-    """The key that a stack in this folder made for itself, if any."""
-    path = data_dir / "api_key"
-    return path.read_text().strip() if path.exists() else None

@@ -1,0 +1,101 @@
+"""Talks REST to a stack; every answer that is an error becomes a ``StackError`` with the stack's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from semantide.services.commandline.stack import running_stack
+from semantide.shared.api_keys import local_key
+from semantide.shared.config import Settings
+from semantide.shared.contracts import JobRecord, JobSpec
+from semantide.shared.errors import NotFound, PermanentError, TransientError
+
+_CHUNK_BYTES = 1 << 20
+
+
+class StackError(PermanentError):
+    """The stack answered with an error."""
+
+    def __init__(self, message: str, status: int, details: Any = None) -> None:
+        super().__init__(message)
+        self.status, self.details = status, details
+
+
+def stack_url(settings: Settings) -> str:
+    """Address of the stack to talk to.
+
+    Raises: NotFound when none is configured and none runs here.
+    """
+    if settings.url:
+        return settings.url.rstrip("/")
+    if (state := running_stack(settings.data_dir.absolute())) is not None:
+        return str(state["url"])
+    raise NotFound(f"no stack runs in {settings.data_dir.absolute()}: start one with `semantide up`, or name one in SEMANTIDE_URL")
+
+
+class Client:
+    """One connection to a stack."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.url = stack_url(settings)
+        key = settings.key_list[0] if settings.key_list else local_key(settings.data_dir.absolute())
+        self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key or ''}"}, timeout=httpx.Timeout(60, connect=5))
+
+    def call(self, method: str, path: str, **options: Any) -> Any:
+        """One request; the decoded answer.
+
+        Raises: StackError, TransientError when nobody answers.
+        """
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise TransientError(f"{self.url} does not answer ({type(error).__name__}: {error}): is the stack up? (`semantide status`)") from error
+        if answer.is_success:
+            return answer.json() if answer.content else None
+        try:
+            body = answer.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            raise StackError(f"{method} {path}: status {answer.status_code}", answer.status_code) from None
+        raise StackError(body["message"], answer.status_code, body.get("details"))
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        """GET with query parameters; those that are None are left out."""
+        return self.call("GET", path, params={name: value for name, value in parameters.items() if value is not None})
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """POST a JSON body."""
+        return self.call("POST", path, json=body)
+
+    def upload(self, path: Path) -> str:
+        """Stream a file to the stack; the path under which an import finds it."""
+
+        def chunks() -> Iterator[bytes]:
+            with path.open("rb") as stream:
+                while block := stream.read(_CHUNK_BYTES):
+                    yield block
+
+        answer = self.call("PUT", f"/v1/uploads/{path.name}", content=chunks(), timeout=None)
+        return str(answer["path"])
+
+    def submit(self, spec: JobSpec) -> JobRecord:
+        """Submit a job."""
+        return JobRecord.model_validate(self.post("/v1/jobs", spec.model_dump(mode="json")))
+
+    def job(self, job_id: str) -> JobRecord:
+        """One job's record."""
+        return JobRecord.model_validate(self.get(f"/v1/jobs/{job_id}"))
+
+    def latest(self, kind: str, artifact: str, recipe: str | None = None) -> str:
+        """Reference of the artifact that the newest successful job of a kind made.
+
+        Raises: NotFound.
+        """
+        for raw in self.get("/v1/jobs", kind=kind, state="succeeded", limit=1000):
+            record = JobRecord.model_validate(raw)
+            if artifact in record.artifacts and (recipe is None or record.spec.recipe == recipe):
+                return record.artifacts[artifact]
+        raise NotFound(f"no {artifact} yet: run `semantide {kind}` first, or name one with --{artifact}")

@@ -1,0 +1,143 @@
+"""``make demo``: the whole loop on real data, as a user would drive it: over REST, against a stack of its own."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from semantide.services.commandline import demo_data, display
+from semantide.services.commandline.client import Client
+from semantide.services.commandline.stack import Stack
+from semantide.shared.broker import free_port
+from semantide.shared.config import Settings
+from semantide.shared.contracts import JobRecord, JobSpec
+
+_RECIPE = "tiny"
+_BASELINE = "sasrec"
+
+
+class Walk:
+    """The stages of the loop, each timed."""
+
+    def __init__(self, client: Client, seed: int) -> None:
+        self.client, self.seed = client, seed
+        self.times: list[tuple[str, float]] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Announce and time one stage."""
+        display.console.print(f"[bold]{name}[/bold]")
+        begin = time.monotonic()
+        yield
+        self.times.append((name, time.monotonic() - begin))
+
+    def job(self, spec: JobSpec, path: str = "/v1/jobs", body: Any = None) -> JobRecord:
+        """Run one job to its end.
+
+        Raises: typer.Exit when it does not succeed.
+        """
+        record = JobRecord.model_validate(self.client.post(path, spec.model_dump(mode="json") if body is None else body))
+        record = display.follow(self.client, record)
+        if record.state != "succeeded":
+            display.problems.print(
+                f"{record.id} {record.state}: {record.error}\nits log: {self.client.get(f'/v1/jobs/{record.id}/log')['log'][-3000:]}",
+                highlight=False,
+                markup=False,
+            )
+            raise typer.Exit(1)
+        return record
+
+
+def run_demo(dataset: str, seed: int) -> None:
+    """Ingest, tokenize, train, evaluate, promote, recommend; print what came out.
+
+    Raises: ValueError for an unknown data set, typer.Exit when a stage fails.
+    """
+    source = demo_data.prepare(dataset, Path(Settings().data_dir).absolute() / "downloads")
+    settings = Settings(port=free_port(), import_roots=str(source.folder), redis_url="", host="127.0.0.1")
+    stack = Stack(settings, lambda text: display.problems.print(text, highlight=False))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt(stack))
+    begin = time.monotonic()
+    try:
+        stack.start()
+        client = Client(Settings(url=stack.url, data_dir=settings.data_dir))
+        walk = Walk(client, seed)
+        walk.times.append(("start the stack", time.monotonic() - begin))
+        result = _loop(walk, source)
+        asked = _ask(walk, source)
+        _report(walk, source, result, asked, time.monotonic() - begin, settings)
+    finally:
+        stack.stop()
+
+
+def _interrupt(stack: Stack) -> Callable[[int, Any], None]:
+    def handle(*_: Any) -> None:
+        stack.end()
+        raise KeyboardInterrupt
+
+    return handle
+
+
+def _loop(walk: Walk, source: demo_data.Source) -> dict[str, Any]:
+    with walk.stage(f"import {source.title}"):
+        counts: dict[str, Any] = {}
+        for path in source.paths:
+            counts |= walk.job(JobSpec(kind="import"), "/v1/imports", {"path": str(path)}).result
+    with walk.stage("clean, page, split"):
+        dataset = walk.job(JobSpec(kind="dataset", config=source.dataset_config, seed=walk.seed))
+        inputs = {"dataset": dataset.artifacts["dataset"]}
+    with walk.stage("spell items as semantic ids"):
+        catalog = walk.job(JobSpec(kind="tokenize", inputs=inputs, seed=walk.seed))
+        inputs["catalog"] = catalog.artifacts["catalog"]
+    with walk.stage(f"train the generator ({_RECIPE})"):
+        model = walk.job(JobSpec(kind="train", recipe=_RECIPE, inputs=inputs, seed=walk.seed)).artifacts["model"]
+    with walk.stage(f"train the baseline ({_BASELINE})"):
+        baseline = walk.job(JobSpec(kind="train", recipe=_BASELINE, inputs=inputs, seed=walk.seed)).artifacts["model"]
+    with walk.stage("evaluate"):
+        result = walk.job(JobSpec(kind="evaluate", inputs={**inputs, "model": model, "baseline": baseline}, seed=walk.seed)).result
+    with walk.stage("promote"):
+        walk.client.post("/v1/serving/promote", {"model": model, "catalog": inputs["catalog"]})
+        deadline = time.monotonic() + 60
+        while (live := walk.client.get("/v1/serving/live")).get("loaded_model") != model:
+            if time.monotonic() > deadline:
+                display.problems.print(f"the model was not loaded within 60 s: {live}", highlight=False)
+                raise typer.Exit(1)
+            time.sleep(0.1)
+    return result
+
+
+def _ask(walk: Walk, source: demo_data.Source) -> list[tuple[str, list[str], list[dict[str, Any]]]]:
+    asked = []
+    with walk.stage("recommend for three users"):
+        for user in source.users:
+            answer = walk.client.post("/v1/recommendations", {"user": user, "n": 5, "exclude_seen": True})
+            recent = [event["item"] for event in walk.client.get(f"/v1/users/{user}/history")["events"] if source.counts(event["action"])][-3:]
+            asked.append((user, [source.titles.get(item, item) for item in recent], answer["items"]))
+    return asked
+
+
+def _report(
+    walk: Walk, source: demo_data.Source, result: dict[str, Any], asked: list[tuple[str, list[str], list[dict[str, Any]]]], total: float, settings: Settings
+) -> None:
+    display.console.print()
+    display.evaluation(result)
+    display.console.print()
+    for user, recent, items in asked:
+        display.console.print(f"[bold]user {user}[/bold], lately: {'; '.join(recent)}", highlight=False)
+        rows = [[position + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"]] for position, item in enumerate(items)]
+        display.table("", ["#", "item", "what it is", "log probability"], rows)
+        display.console.print()
+    display.table("where the time went", ["stage", "seconds"], [[name, round(seconds, 1)] for name, seconds in walk.times] + [["all", round(total, 1)]])
+    display.console.print(
+        f"\nGo on with this data:   SEMANTIDE_DATA_DIR={settings.data_dir} .venv/bin/semantide up\n"
+        "Your own data:          .venv/bin/semantide up, then .venv/bin/semantide ingest PATH\n"
+        "How it works:           docs/architecture.md",
+        highlight=False,
+    )

@@ -1,0 +1,94 @@
+"""What the command line shows: progress of jobs, tables, errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from semantide.services.commandline.client import Client
+from semantide.shared.contracts import JobRecord
+from semantide.shared.errors import TransientError
+from semantide.shared.jobs import ENDED
+
+console = Console(soft_wrap=True)
+problems = Console(stderr=True, soft_wrap=True)
+
+_POLL_SECONDS = 0.3
+_PATIENCE_SECONDS = 60.0
+
+
+def follow(client: Client, record: JobRecord) -> JobRecord:
+    """Show a job's progress until it ends; Ctrl-C leaves it running."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[metrics]}"),
+        console=problems,
+        disable=not sys.stderr.isatty(),
+    )
+    silent_since: float | None = None
+    step = -1
+    try:
+        with bar:
+            task = bar.add_task(record.spec.kind, total=None, unit="", metrics="")
+            while record.state not in ENDED:
+                time.sleep(_POLL_SECONDS)
+                try:
+                    record = client.job(record.id)
+                    rows = client.get(f"/v1/jobs/{record.id}/metrics", after=step) if not bar.disable else []
+                    silent_since = None
+                except TransientError:
+                    silent_since = silent_since or time.monotonic()
+                    if time.monotonic() - silent_since > _PATIENCE_SECONDS:
+                        raise
+                    continue
+                if rows:
+                    step = int(rows[-1]["step"])
+                    bar.update(task, metrics=" ".join(f"{name} {value:.4g}" for name, value in rows[-1].items() if name != "step"))
+                bar.update(task, completed=record.done, total=record.total or None, unit=record.unit, description=record.stage or record.spec.kind)
+    except KeyboardInterrupt:
+        problems.print(f"\nthe job goes on: `semantide jobs show {record.id}`, `semantide jobs cancel {record.id}`")
+        raise
+    return record
+
+
+def seconds(record: JobRecord) -> float:
+    """How long a job ran, seconds."""
+    return ((record.finished or 0) - (record.started or record.created)) / 1000
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print one table."""
+    grid = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for position, column in enumerate(columns):
+        grid.add_column(column, justify="left" if position == 0 else "right" if rows and isinstance(rows[0][position], (int, float)) else "left")
+    for row in rows:
+        grid.add_row(*[f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row])
+    console.print(grid)
+
+
+def as_json(value: Any) -> None:
+    """Print one JSON document to standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def evaluation(result: Mapping[str, Any]) -> None:
+    """Print the tables of an evaluation job."""
+    rows = result.get("rows", [])
+    names = [name for name in (rows[0]["metrics"] if rows else {})]
+    table(
+        f"{result.get('part', 'test')} split, {result.get('users', '?')} users, full ranking",
+        ["model", "seen filter", *names],
+        [[row["model"], "on" if row["exclude_seen"] else "off", *[row["metrics"][name] for name in names]] for row in rows],
+    )

@@ -1,0 +1,413 @@
+"""``semantide``: the command line.
+
+Exit status: 0 done, 1 something failed or some rows were rejected, 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import typer
+
+from semantide.services.commandline import display, stack
+from semantide.services.commandline.client import Client, StackError
+from semantide.shared.api_keys import local_key
+from semantide.shared.config import Settings
+from semantide.shared.contracts import ROOMS, JobRecord, JobSpec
+from semantide.shared.errors import SemantideError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Generative recommendation: ingest, spell items as semantic ids, train, evaluate, serve.",
+)
+jobs_app = typer.Typer(no_args_is_help=True, help="Long work: list, show, cancel, resume, read logs.")
+app.add_typer(jobs_app, name="jobs")
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job until it ends")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
+
+
+def _config(overrides: list[str] | None) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for text in overrides or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {text!r} is not NAME=VALUE: write for example --set epochs=5")
+        try:
+            config[name] = json.loads(value)
+        except json.JSONDecodeError:
+            config[name] = value
+    return config
+
+
+def run_job(client: Client, spec: JobSpec, *, wait: bool = True, as_json: bool = False, path: str = "/v1/jobs", body: Any = None) -> JobRecord:
+    """Submit, follow, report; a job that did not succeed ends the command with status 1."""
+    record = JobRecord.model_validate(client.post(path, spec.model_dump(mode="json") if body is None else body))
+    if not wait:
+        display.as_json(record.model_dump(mode="json")) if as_json else display.console.print(
+            f"job {record.id} is {record.state}: `semantide jobs show {record.id}`"
+        )
+        return record
+    record = display.follow(client, record)
+    if as_json:
+        display.as_json(record.model_dump(mode="json"))
+    if record.state != "succeeded":
+        display.problems.print(f"[red]{record.id} {record.state}[/red]: {record.error}", highlight=False)
+        raise typer.Exit(1)
+    if not as_json:
+        made = ", ".join(f"{name} {ref}" for name, ref in record.artifacts.items())
+        display.console.print(f"{record.spec.kind} done in {display.seconds(record):.1f} s{': ' + made if made else ''}", highlight=False)
+    return record
+
+
+@app.command()
+def up(
+    port: Annotated[int | None, typer.Option(help="TCP port of the APIs")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback SEMANTIDE_API_KEYS must be set")] = None,
+) -> None:
+    """Start everything on this machine: broker, workers, all APIs on one port. Ctrl-C ends it."""
+    given: dict[str, Any] = {name: value for name, value in (("port", port), ("host", host)) if value is not None}
+    settings = Settings(**given)
+    running = stack.Stack(settings, lambda text: display.problems.print(text, highlight=False))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: running.end())
+    try:
+        running.start()
+        display.table("Semantide is up", ["what", "where", "log"], running.places())
+        display.console.print(
+            f"\nAPI docs   {running.url}/docs   (any user name, the key as password)\nAPI key    {'from SEMANTIDE_API_KEYS' if settings.key_list else '`semantide key`'}\ndata       {running.folder}\nCtrl-C ends everything.",
+            highlight=False,
+        )
+        running.watch()
+    finally:
+        running.stop()
+    display.console.print("stopped; nothing is left running")
+
+
+@app.command()
+def down() -> None:
+    """Stop the stack that runs in this data folder."""
+    settings = Settings()
+    stopped = stack.stop_running(settings.data_dir.absolute())
+    display.console.print("stopped" if stopped else f"no stack runs in {settings.data_dir.absolute()}")
+
+
+@app.command()
+def status(as_json: AsJson = False) -> None:
+    """Show what runs, what is live, what waits."""
+    client = Client(Settings())
+    try:
+        live = client.get("/v1/serving/live")
+    except StackError as error:
+        live = {"model": None, "note": str(error)}
+    state = {"url": client.url, "live": live, "queues": client.get("/v1/queues"), "jobs": client.get("/v1/jobs", limit=10)}
+    if as_json:
+        display.as_json(state)
+        return
+    display.console.print(f"stack      {client.url}\nlive model {state['live'].get('model') or 'none yet'}", highlight=False)
+    waiting = {name: depth for name, depth in state["queues"]["depths"].items() if depth}
+    parked = {name: len(letters) for name, letters in state["queues"]["dead_letters"].items()}
+    display.console.print(f"queues     {waiting or 'empty'}; parked messages: {parked or 'none'}", highlight=False)
+    _job_table(state["jobs"])
+
+
+@app.command()
+def key() -> None:
+    """Print the API key of the stack in this data folder."""
+    settings = Settings()
+    found = settings.key_list[0] if settings.key_list else local_key(settings.data_dir.absolute())
+    if not found:
+        raise SemantideError(f"no key in {settings.data_dir.absolute()}: `semantide up` makes one, or set SEMANTIDE_API_KEYS")
+    sys.stdout.write(found + "\n")
+
+
+@app.command()
+def worker(room: Annotated[str, typer.Argument(help=" | ".join(ROOMS))]) -> None:
+    """Run one room's worker in this process (what compose and the chart run)."""
+    _become("worker", room)
+
+
+@app.command()
+def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all")))]) -> None:
+    """Run the APIs of some rooms, or of all, in this process."""
+    settings = Settings()
+    stack.check_port(settings.host, settings.port)
+    _become("api", *rooms)
+
+
+def _become(verb: str, *arguments: str) -> None:
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "semantide.services.local", verb, *arguments])
+
+
+@app.command()
+def ingest(
+    path: Annotated[Path, typer.Argument(help="A file or folder: CSV, JSON Lines, Parquet, or a known data set's original files")],
+    format: Annotated[str | None, typer.Option(help="Name of the reader; left out, it is recognised")] = None,
+    overrides: Overrides = None,
+    wait: Wait = True,
+    as_json: AsJson = False,
+) -> None:
+    """Import items and interactions. Rejected rows are listed in a file, with reasons; then the exit status is 1."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name a file or a folder")
+    client = Client(Settings())
+    body: dict[str, Any] = {"path": str(path.resolve()), **_config(overrides)}
+    if format:
+        body["format"] = format
+    spec = JobSpec(kind="import")
+    try:
+        record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
+    except StackError as error:
+        # The stack may live elsewhere, or may not read that folder: send a single file there instead.
+        if error.status not in (403, 404) or not path.is_file():
+            raise
+        body["path"] = client.upload(path)
+        record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
+    if not wait:
+        return
+    counts = record.result
+    if not as_json:
+        figures = ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and not isinstance(value, bool))
+        display.console.print(figures, highlight=False)
+    if counts.get("rejected"):
+        display.problems.print(f"{counts['rejected']:,} rows were rejected; reasons: {counts.get('reject_file', '')}", highlight=False)
+        raise typer.Exit(1)
+
+
+@app.command()
+def dataset(seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_json: AsJson = False) -> None:
+    """Clean the events, make pages and splits: one data set artifact."""
+    run_job(Client(Settings()), JobSpec(kind="dataset", config=_config(overrides), seed=seed), wait=wait, as_json=as_json)
+
+
+@app.command()
+def tokenize(recipe: str = "", dataset: str | None = None, seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_json: AsJson = False) -> None:
+    """Spell every item as a semantic id: one catalog artifact, and a report."""
+    client = Client(Settings())
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
+    record = run_job(client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        _tokenizer_report(record.result)
+
+
+def _tokenizer_report(result: dict[str, Any]) -> None:
+    report = result.get("report", result)
+    levels = report.get("levels", [])
+    if levels:
+        names = [name for name, value in levels[0].items() if isinstance(value, (int, float))]
+        display.table("Semantic ids", names, [[level[name] for name in names] for level in levels])
+    rest = {name: value for name, value in report.items() if isinstance(value, (int, float, str, bool))}
+    display.console.print(", ".join(f"{name} {value}" for name, value in rest.items()), highlight=False)
+
+
+@app.command()
+def train(
+    recipe: str = "tiny",
+    dataset: str | None = None,
+    catalog: str | None = None,
+    seed: int = 0,
+    promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
+    overrides: Overrides = None,
+    wait: Wait = True,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model: recipe tiny, small, base (generator) or sasrec (baseline)."""
+    client = Client(Settings())
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "catalog": catalog or client.latest("tokenize", "catalog")}
+    config = _config(overrides) | ({"promote": True} if promote else {})
+    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        display.console.print(json.dumps(record.result), highlight=False)
+
+
+@app.command()
+def evaluate(
+    model: str | None = None,
+    baseline: Annotated[str | None, typer.Option(help="A second model beside it, such as SASRec")] = None,
+    dataset: str | None = None,
+    catalog: str | None = None,
+    seed: int = 0,
+    overrides: Overrides = None,
+    wait: Wait = True,
+    as_json: AsJson = False,
+) -> None:
+    """Rank the whole catalog for every test user: Recall, NDCG, MRR at k and coverage, beside popularity and a baseline."""
+    client = Client(Settings())
+    model = model or _latest_generator(client)
+    made_from = client.get(f"/v1/artifacts/{model}")["inputs"]
+    inputs = {
+        "model": model,
+        "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
+        "catalog": catalog or made_from.get("catalog") or client.latest("tokenize", "catalog"),
+    }
+    if baseline:
+        inputs["baseline"] = baseline
+    record = run_job(client, JobSpec(kind="evaluate", config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        display.evaluation(record.result)
+
+
+def _latest_generator(client: Client) -> str:
+    for raw in client.get("/v1/jobs", kind="train", state="succeeded", limit=1000):
+        record = JobRecord.model_validate(raw)
+        if "model" in record.artifacts and record.spec.recipe != "sasrec":
+            return record.artifacts["model"]
+    raise SemantideError("no generator yet: run `semantide train` first, or name one with --model")
+
+
+@app.command()
+def promote(model: str | None = None, catalog: str | None = None, as_json: AsJson = False) -> None:
+    """Make a model live; requests in flight end on the old one."""
+    client = Client(Settings())
+    model = model or _latest_generator(client)
+    catalog = catalog or client.get(f"/v1/artifacts/{model}")["inputs"]["catalog"]
+    answer = client.post("/v1/serving/promote", {"model": model, "catalog": catalog})
+    display.as_json(answer) if as_json else display.console.print(f"live: {model} with {catalog}", highlight=False)
+
+
+@app.command()
+def rollback(as_json: AsJson = False) -> None:
+    """Make the previously live model live again."""
+    answer = Client(Settings()).post("/v1/serving/rollback")
+    display.as_json(answer) if as_json else display.console.print(f"live: {answer.get('model')} with {answer.get('catalog')}", highlight=False)
+
+
+@app.command()
+def recommend(
+    user: Annotated[str | None, typer.Option(help="A user id")] = None,
+    history: Annotated[list[str] | None, typer.Option("--item", help="An item of an explicit history, oldest first; repeat it")] = None,
+    n: int = 10,
+    beam_width: int | None = None,
+    exclude_seen: bool = False,
+    exclude: Annotated[list[str] | None, typer.Option(help="An item that must not appear; repeat it")] = None,
+    category: Annotated[list[str] | None, typer.Option(help="Only items of any of these categories; repeat it")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the live model for recommendations."""
+    if user is None and not history:
+        raise ValueError("say for whom: --user ID, or a history with --item ID (repeated)")
+    body: dict[str, Any] = {"n": n, "exclude_seen": exclude_seen}
+    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude, "categories_any": category}
+    body |= {name: value for name, value in optional.items() if value is not None}
+    answer = Client(Settings()).post("/v1/recommendations", body)
+    if as_json:
+        display.as_json(answer)
+        return
+    display.table(f"for {user or 'this history'}", ["item", "score", "title"], [[i["item"], i["score"], i.get("title") or ""] for i in answer["items"]])
+    if answer.get("short_reason"):
+        display.console.print(f"fewer than asked for: {answer['short_reason']}")
+
+
+@app.command()
+def artifacts(kind: Annotated[str | None, typer.Argument(help="datasets, catalogs, models, items")] = None) -> None:
+    """List what was made."""
+    for ref in Client(Settings()).get("/v1/artifacts", kind=kind):
+        sys.stdout.write(f"{ref}\n")
+
+
+@app.command()
+def demo(
+    dataset: Annotated[str, typer.Option(help="kuairand (carried by the repository) or ml-100k (fetched)")] = "kuairand",
+    seed: int = 0,
+) -> None:
+    """Run the whole loop on real data and show what comes out."""
+    from semantide.services.commandline.demo import run_demo
+
+    run_demo(dataset, seed)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(package_version("semantide") + "\n")
+
+
+def _job_table(records: list[dict[str, Any]]) -> None:
+    rows = []
+    for raw in records:
+        record = JobRecord.model_validate(raw)
+        share = f"{100 * record.done / record.total:.0f} %" if record.total else ""
+        rows.append([record.id, record.spec.recipe, record.state, share, record.stage, (record.error or "")[:80]])
+    display.table("Jobs, newest first", ["job", "recipe", "state", "done", "stage", "error"], rows)
+
+
+@jobs_app.command("list")
+def list_jobs(kind: str | None = None, state: str | None = None, limit: int = 20, as_json: AsJson = False) -> None:
+    """List jobs, newest first."""
+    records = Client(Settings()).get("/v1/jobs", kind=kind, state=state, limit=limit)
+    display.as_json(records) if as_json else _job_table(records)
+
+
+@jobs_app.command("show")
+def show_job(job_id: str, metrics: Annotated[bool, typer.Option("--metrics", help="Add all metric rows")] = False) -> None:
+    """Show one job as JSON."""
+    client = Client(Settings())
+    record = client.get(f"/v1/jobs/{job_id}")
+    if metrics:
+        record["metrics"] = client.get(f"/v1/jobs/{job_id}/metrics")
+    display.as_json(record)
+
+
+@jobs_app.command("wait")
+def wait_for_job(job_id: str) -> None:
+    """Follow a job until it ends; status 1 when it did not succeed."""
+    client = Client(Settings())
+    record = display.follow(client, client.job(job_id))
+    display.console.print(f"{record.id} {record.state}{': ' + record.error if record.error else ''}", highlight=False)
+    if record.state != "succeeded":
+        raise typer.Exit(1)
+
+
+@jobs_app.command("cancel")
+def cancel_job(job_id: str) -> None:
+    """Ask a job to stop; its checkpoint stays."""
+    display.console.print(f"{job_id}: {Client(Settings()).post(f'/v1/jobs/{job_id}/cancel')['state']}, stop requested", highlight=False)
+
+
+@jobs_app.command("resume")
+def resume_job(job_id: str, wait: Wait = True) -> None:
+    """Go on with a failed or cancelled job from its last checkpoint."""
+    client = Client(Settings())
+    record = JobRecord.model_validate(client.post(f"/v1/jobs/{job_id}/resume"))
+    if wait and (record := display.follow(client, record)).state != "succeeded":
+        display.problems.print(f"{record.id} {record.state}: {record.error}", highlight=False)
+        raise typer.Exit(1)
+
+
+@jobs_app.command("log")
+def job_log(job_id: str) -> None:
+    """Print the end of a job's log."""
+    sys.stdout.write(Client(Settings()).get(f"/v1/jobs/{job_id}/log")["log"])
+
+
+def run() -> None:
+    """The console script: errors of ours become one line and a status."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        problems = f"{name}: {first['msg']} (got {str(first.get('input'))[:80]!r})"
+        display.problems.print(f"[red]error[/red] {problems}", highlight=False)
+        sys.exit(2)
+    except (SemantideError, ValueError) as error:
+        display.problems.print("[red]error[/red] ", end="")
+        display.problems.print(str(error), highlight=False, markup=False)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+if __name__ == "__main__":
+    run()
