@@ -120,7 +120,10 @@ class Batcher(Generic[Q, A]):
             if not entry.future.set_running_or_notify_cancel():
                 continue
             if now > entry.deadline:
-                _fail(entry.future, TransientError(f"the request waited {now - entry.arrived:.1f} s, past its deadline of {self._deadline:.1f} s: try again later"))
+                _fail(
+                    entry.future,
+                    TransientError(f"the request waited {now - entry.arrived:.1f} s, past its deadline of {self._deadline:.1f} s: try again later"),
+                )
                 continue
             batch.append(entry)
         return batch

@@ -44,7 +44,9 @@ class RecommendationRequest(Body):
         default=None, description="Item ids or events, oldest first. Unknown items are skipped; of a longer history than the model reads, the end counts."
     )
     n: int = Field(default=10, ge=1, le=MAX_N, strict=True, description="How many items")
-    beam_width: int | None = Field(default=None, ge=1, le=MAX_WIDTH, strict=True, description="Beams of the search; at least n are used. Default: max(50, 1.5 n)")
+    beam_width: int | None = Field(
+        default=None, ge=1, le=MAX_WIDTH, strict=True, description="Beams of the search; at least n are used. Default: max(50, 1.5 n)"
+    )
     exclude_ids: list[Identifier] = Field(default=[], max_length=MAX_IDS, description="Items that must not come back")
     exclude_seen: bool = Field(default=False, description="Leave out what the user has already acted upon")
     categories_any: list[Identifier] = Field(default=[], max_length=MAX_CATEGORIES, description="Only items with at least one of these categories")

@@ -30,7 +30,9 @@ class Meters:
             "semantide_serving_stage_seconds", unit="s", description="Time of each stage", explicit_bucket_boundaries_advisory=_SECONDS
         )
         self._width = made.create_histogram("semantide_beam_width", description="Beams of a request", explicit_bucket_boundaries_advisory=_COUNTS)
-        self._batch = made.create_histogram("semantide_serving_batch_size", description="Requests answered together", explicit_bucket_boundaries_advisory=_COUNTS)
+        self._batch = made.create_histogram(
+            "semantide_serving_batch_size", description="Requests answered together", explicit_bucket_boundaries_advisory=_COUNTS
+        )
         self._swaps = made.create_counter("semantide_model_swaps", description="Attempts to change the live model, by outcome")
         made.create_observable_gauge("semantide_serving_queue", [observe], description="Requests that wait")
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from pydantic import Field
+
 from semantide.shared.contracts import ArtifactRef, Contract
 from semantide.shared.errors import Conflict, NotFound
 
@@ -35,7 +37,7 @@ class Candidate(Contract):
     job_id: str = ""
     registered: int = 0
     recipe: str = ""
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, Any] = Field(default={})
     promoted: bool = False
 
 
@@ -58,7 +60,7 @@ class RegistryState(Contract):
     previous: tuple[Pair, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    extensions: dict[str, str] = {}
+    extensions: dict[str, str] = Field(default={})
 
     def newest(self, catalog: str) -> str:
         """The catalog at the end of a chain of extensions."""

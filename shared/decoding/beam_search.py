@@ -32,7 +32,8 @@ _LOWEST = -1e300  # of a valid candidate; below it only padding (-inf)
 class Hits:
     """The best items of each request, best first; equal scores in the order of their codes.
 
-    ``complete`` says that no item outside the list can score higher: every prefix that was dropped scores below the request's last result (log-probabilities only fall).
+    ``complete`` says that no item outside the list can score higher: every prefix that was dropped scores below the request's last result
+    (log-probabilities only fall).
     ``dead_ends`` counts beams below which nothing allowed was left.
 
     Shapes: ``rows_RW`` int64 (catalog row, -1 past the end), ``scores_RW`` float64 (log-probability, -inf past the end), ``level_scores_RWL`` float64,
@@ -207,8 +208,8 @@ def beam_search(
 ) -> Hits:
     """The best items of R requests, found with ``widths`` beams (one width for all, or one each).
 
-    ``normalisation`` "row" takes log-probabilities over the level's full code row, as in training; "children" over the codes that the catalog has below the beam
-    (before filters, so that a filter never changes a score). With a ``clock``, ``seconds`` says where the time went.
+    ``normalisation`` "row" takes log-probabilities over the level's full code row, as in training; "children" over the codes that the catalog has
+    below the beam (before filters, so that a filter never changes a score). With a ``clock``, ``seconds`` says where the time went.
 
     Shapes: ``tokens_T`` [T], ``offsets_R1`` [R + 1], as in ``StepModel.begin``.
 

@@ -110,7 +110,8 @@ class ItemFilter:
     def build(cls, trie: SearchTrie, masks: Sequence[Tensor], mask_of: Sequence[int], excluded_rows: Sequence[Sequence[int] | IntArray]) -> ItemFilter:
         """Join what the requests of a batch allow.
 
-        ``masks`` are ``prefix_counts`` of distinct masks, ``mask_of[r]`` says which one request r uses, ``excluded_rows[r]`` are catalog rows that it must not get.
+        ``masks`` are ``prefix_counts`` of distinct masks, ``mask_of[r]`` says which one request r uses, ``excluded_rows[r]`` are catalog rows that it
+        must not get.
         """
         if len(mask_of) != len(excluded_rows):
             raise ValueError(f"{len(mask_of)} requests have a mask and {len(excluded_rows)} an exclude list: give one of each per request")
