@@ -6,7 +6,7 @@ from semantide.shared.availability import Availability
 from semantide.shared.contracts import Interaction
 from semantide.shared.history import Histories
 
-from .conftest import wait_until
+from .world import wait_until
 
 
 def remember(world, user: str, *events: tuple[str, str]) -> None:
@@ -29,13 +29,17 @@ def test_the_answer_has_the_callers_ids_scores_versions_and_timing(server, world
     assert [hit["score"] for hit in body["items"]] == sorted((hit["score"] for hit in body["items"]), reverse=True)
     assert 0 <= body["timing"]["search_ms"] <= body["timing"]["total_ms"]
     assert body["request_id"] != server.recommend(history=["i1"]).json()["request_id"]
-    assert "explanation" not in server.recommend(history=["i1"]).json()["items"][0] or server.recommend(history=["i1"]).json()["items"][0]["explanation"] is None
+    assert (
+        "explanation" not in server.recommend(history=["i1"]).json()["items"][0] or server.recommend(history=["i1"]).json()["items"][0]["explanation"] is None
+    )
 
 
 def test_a_stored_history_counts_like_the_same_one_sent_along(server, world):
     remember(world, "ann", ("i1", "click"), ("i7", "exposure"), ("i2", "order"), ("i3", "hate"))
     stored = server.recommend(user="ann", n=20).json()
-    sent = server.recommend(history=[{"item": "i2", "action": "order", "time": 3}, {"item": "i1", "time": 1}, {"item": "i3", "action": "hate", "time": 4}], n=20).json()
+    sent = server.recommend(
+        history=[{"item": "i2", "action": "order", "time": 3}, {"item": "i1", "time": 1}, {"item": "i3", "action": "hate", "time": 4}], n=20
+    ).json()
     assert [hit["item"] for hit in stored["items"]] == [hit["item"] for hit in sent["items"]]
     assert stored["history_items"] == 2
     assert "i3" not in server.items(user="ann", n=1000, beam_width=200)

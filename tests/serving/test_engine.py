@@ -10,7 +10,7 @@ from semantide.services.serving.registry import Pair
 from semantide.shared.decoding.brute_force import best_items, score_every_item
 from semantide.shared.errors import Conflict, Corrupt, NotFound, PermanentError
 
-from .conftest import World
+from .world import World
 
 NOTHING = Unavailable()
 
@@ -162,7 +162,7 @@ def test_weights_that_are_not_numbers_are_found_by_the_warm_up(world):
     folder = world.folder / "nan"
     from semantide.shared.models.generator import Generator
 
-    from .conftest import make_model
+    from .world import make_model
 
     make_model(folder, 0, world.catalog_ref)
     generator = Generator.from_pretrained(folder)

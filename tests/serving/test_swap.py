@@ -14,7 +14,7 @@ from semantide.services.serving.swap import Swapper
 from semantide.shared.contracts import CatalogReady, ModelTrained
 from semantide.shared.errors import Conflict, Corrupt, TransientError
 
-from .conftest import Server, World, wait_until
+from .world import Reply, Server, post, storm, wait_until
 
 
 def promote(server: Server, model: str, **body) -> httpx.Response:
@@ -107,30 +107,22 @@ def test_swaps_under_a_thousand_concurrent_requests_without_an_error(server, wor
         promote(server, model)
         reference[model] = [server.items(history=history) for history in histories]
 
-    async def ask(client: httpx.AsyncClient, number: int) -> tuple[int, str, bool]:
-        response = await client.post("/v1/recommendations", json={"history": histories[number % 20]})
-        if response.status_code != 200:
-            return response.status_code, response.text, False
-        body = response.json()
-        return 200, body["model"], [hit["item"] for hit in body["items"]] == reference[body["model"]][number % 20]
-
-    async def swap(client: httpx.AsyncClient) -> None:
-        for model in (pairs[1], pairs[2], None, pairs[0]):
+    async def both() -> list[Reply]:
+        requests = asyncio.create_task(storm(server.url, [{"history": histories[number % 20]} for number in range(1000)], spread_seconds=1.0))
+        swaps = 0
+        while not requests.done():
+            model = (pairs[1], pairs[2], None, pairs[0])[swaps % 4]
             path, body = ("promote", {"model": model}) if model else ("rollback", {})
-            response = await client.post(f"/v1/serving/{path}", json=body)
-            assert response.status_code == 200, response.text
+            status, answer = await post(server.url, f"/v1/serving/{path}", body)
+            assert status == 200, answer
+            swaps += 1
+        return await requests
 
-    async def storm() -> list[tuple[int, str, bool]]:
-        limits = httpx.Limits(max_connections=1010, max_keepalive_connections=1010)
-        async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=60, limits=limits) as client:
-            work = [asyncio.create_task(ask(client, number)) for number in range(1000)]
-            await swap(client)
-            return list(await asyncio.gather(*work))
-
-    results = asyncio.run(storm())
-    assert {status for status, _, _ in results} == {200}, [text for status, text, _ in results if status != 200][:3]
-    assert all(same for _, _, same in results)
-    assert len({model for _, model, _ in results}) > 1
+    replies = asyncio.run(both())
+    assert {reply.status for reply in replies} == {200}, [reply for reply in replies if reply.status != 200][:3]
+    for reply in replies:
+        assert [hit["item"] for hit in reply.body["items"]] == reference[reply.body["model"]][reply.number % 20]
+    assert len({reply.body["model"] for reply in replies}) > 1
 
 
 def test_the_old_bundle_goes_with_its_last_request(world):
