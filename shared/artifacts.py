@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-
 from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.version import code_version
 

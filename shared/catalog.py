@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from semantide.shared.errors import Conflict
 from semantide.shared.trie import IntArray, Trie
 

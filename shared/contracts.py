@@ -86,6 +86,7 @@ class JobSpec(Contract):
 
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
 class JobRecord(Contract):

@@ -21,14 +21,13 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-from starlette.exceptions import HTTPException as StarletteHTTPException
-
 from semantide.shared import broker as broker_door
 from semantide.shared.api_keys import api_keys
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
 from semantide.shared.version import code_version
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 __all__ = [
     "APIRouter",
@@ -105,31 +104,23 @@ class Gate:
         if length.isdigit() and int(length) > self._max:
             await too_large(scope, receive, send)  # type: ignore[arg-type]
             return
-        seen = 0
-        started = False
-
-        async def counted() -> dict[str, Any]:
-            nonlocal seen
+        # Read whole before the route runs: a body that turns out too large must not be half-handled.
+        held: list[dict[str, Any]] = []
+        size, more = 0, True
+        while more:
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max:
-                raise _BodyTooLarge
-            return message
-
-        async def watched(message: dict[str, Any]) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, counted, watched)
-        except _BodyTooLarge:
-            if not started:
+            held.append(message)
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if size > self._max:
                 await too_large(scope, receive, send)  # type: ignore[arg-type]
+                return
+        held.reverse()
 
+        async def replay() -> dict[str, Any]:
+            return held.pop() if held else await receive()
 
-class _BodyTooLarge(Exception):
-    pass
+        await self._app(scope, replay, send)
 
 
 def _status(error: SemantideError) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from semantide.shared import broker as broker_door
-from semantide.shared.contracts import JobRecord
-from semantide.shared.jobs import ENDED, Jobs, now_ms, open_jobs_key
+from semantide.shared.contracts import ENDED, JobRecord
+from semantide.shared.jobs import Jobs, now_ms, open_jobs_key
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
 

@@ -23,12 +23,11 @@ from typing import Any
 from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobRecord, JobSpec, Message, RunJob
+from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
 from semantide.shared.errors import Conflict, JobCancelled, NotFound
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import logger
 
-ENDED = ("succeeded", "failed", "cancelled")
 _INDEX = "semantide:jobs"
 _METRICS_KEPT = 20_000
 _PROGRESS_SECONDS = 0.2

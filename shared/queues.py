@@ -17,7 +17,7 @@ from celery import Celery
 from celery.exceptions import Retry as CeleryRetry
 from celery.signals import worker_ready, worker_shutdown
 from kombu.entity import Exchange, Queue
-
+from kombu.exceptions import OperationalError
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
 from semantide.shared.errors import TransientError
@@ -98,7 +98,7 @@ class Queues:
                 self.app.send_task(
                     kind.__name__, kwargs={"body": message.model_dump(mode="json")}, queue=queue_name(kind, room), retry=True, retry_policy={"max_retries": 3}
                 )
-            except (OSError, *broker_door.ConnectionLost, self.app.connection_for_write().connection_errors[0]) as error:
+            except (OSError, OperationalError, *broker_door.ConnectionLost) as error:
                 raise TransientError(f"message {kind.__name__} could not be queued ({error}): the broker is away, try again") from error
 
     def depths(self, client: Any) -> dict[str, int]:
@@ -116,18 +116,22 @@ class Queues:
 
     def work(self, room: Room, *, ready: Callable[[], None] | None = None, shutdown: Callable[[], None] | None = None) -> None:
         """Run the room's registered handlers until the process is asked to end."""
+        self.prepare(room)
+        if ready is not None:
+            worker_ready.connect(lambda **_: ready(), weak=False)
+        if shutdown is not None:
+            worker_shutdown.connect(lambda **_: shutdown(), weak=False)
+        options = ["--pool=solo", "--without-gossip", "--without-mingle", "--without-heartbeat", "--loglevel=WARNING"]
+        self.app.worker_main(["--quiet", "worker", f"--hostname={room.name}@%h", *options])
+
+    def prepare(self, room: Room) -> None:
+        """Bind the registered handlers to the room's queues."""
         queues = []
         for kind, function in _handlers.items():
             name = queue_name(kind, room.name)
             queues.append(Queue(name, Exchange(name), routing_key=name))
             self._register(kind, function, room, name)
-        if ready is not None:
-            worker_ready.connect(lambda **_: ready(), weak=False)
-        if shutdown is not None:
-            worker_shutdown.connect(lambda **_: shutdown(), weak=False)
         self.app.conf.task_queues = queues
-        options = ["--pool=solo", "--without-gossip", "--without-mingle", "--without-heartbeat", "--loglevel=WARNING"]
-        self.app.worker_main(["--quiet", "worker", f"--hostname={room.name}@%h", *options])
 
     def _register(self, kind: type[Message], function: Handler, room: Room, queue: str) -> None:
         log = logger(room.name)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-
 from semantide.services.commandline import demo_data, display
 from semantide.services.commandline.client import Client
 from semantide.services.commandline.stack import Stack

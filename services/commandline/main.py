@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import pydantic
 import typer
-
 from semantide.services.commandline import display, stack
 from semantide.services.commandline.client import Client, StackError
 from semantide.shared.api_keys import local_key
@@ -400,6 +399,8 @@ def run() -> None:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        if error.title == "Settings":
+            name = f"SEMANTIDE_{name.upper().removeprefix('SEMANTIDE_')}"
         problems = f"{name}: {first['msg']} (got {str(first.get('input'))[:80]!r})"
         display.problems.print(f"[red]error[/red] {problems}", highlight=False)
         sys.exit(2)

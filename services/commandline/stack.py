@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
-
 from semantide.shared import broker
 from semantide.shared.api_keys import api_keys
 from semantide.shared.config import Settings
@@ -243,7 +242,9 @@ class Stack:
                 child.close()
         if self._broker is not None:
             self._broker.stop()
-        state_file(self.folder).unlink(missing_ok=True)
+        # A stack that never came up must not take away the note of the one that runs.
+        if self.children:
+            state_file(self.folder).unlink(missing_ok=True)
 
 
 def stop_running(data_dir: Path) -> bool:

@@ -1,0 +1,65 @@
+# Every verb works in a fresh clone: what it needs is installed into .venv first.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+VENV := .venv
+BIN := $(VENV)/bin
+DATASET ?= kuairand
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+# On Linux without a GPU, TORCH_INDEX=<PyTorch's CPU index> saves gigabytes of CUDA libraries.
+TORCH_INDEX ?=
+ROOMS := kernels shared services
+
+.PHONY: help install demo test test-all check format types bench up down clean
+.DEFAULT_GOAL := help
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+install: $(VENV)/.installed  ## Make .venv with everything
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found: install it, or name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install  ## The whole loop on real data (DATASET=kuairand or ml-100k)
+	SEMANTIDE_DATA_DIR=.demo/$(DATASET) $(BIN)/semantide demo --dataset $(DATASET)
+
+test: install  ## The tests (a few minutes)
+	$(BIN)/python -m pytest
+
+test-all: install  ## The tests, slow ones too
+	$(BIN)/python -m pytest -m ''
+
+check: install  ## ruff, mypy, import-linter, chart lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory types
+	$(BIN)/lint-imports
+	$(BIN)/python tests/charts/lint.py
+
+format: install  ## Let ruff lay the code out
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy cannot follow an editable install of mapped packages: give it a folder of links.
+types: install  ## mypy --strict
+	@folder=$$(mktemp -d); mkdir $$folder/semantide; for room in $(ROOMS); do ln -s "$(CURDIR)/$$room" $$folder/semantide/$$room; done; \
+	here="$(CURDIR)"; status=0; (cd $$folder && "$$here/$(BIN)/mypy" --config-file "$$here/pyproject.toml" --cache-dir "$$here/.mypy_cache" -p semantide) || status=$$?; \
+	rm -rf $$folder; exit $$status
+
+bench: install  ## Every benchmark's quick form
+	@for benchmark in tests/benchmarks/*.py; do case $$benchmark in */_*|*/conftest.py) continue;; esac; echo "== $$benchmark"; $(BIN)/python $$benchmark --quick; done
+
+up: install  ## Start everything on this machine (Ctrl-C ends it)
+	$(BIN)/semantide up
+
+down: install  ## Stop the stack of this folder
+	$(BIN)/semantide down
+
+clean:  ## Remove what was built (not .semantide, which holds your data)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(VENV) .demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,169 @@
+"""``semantide up`` as a user runs it: real processes on real ports."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from semantide.shared.broker import free_port
+
+COMMAND = [sys.executable, "-m", "semantide.services.commandline.main"]
+
+
+class Up:
+    """One ``semantide up``."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.folder, self.port = folder, free_port()
+        self.environment = {**os.environ, "SEMANTIDE_DATA_DIR": str(folder), "SEMANTIDE_PORT": str(self.port), **environment}
+        self.environment.pop("REDIS_URL", None)
+        self.process = subprocess.Popen(
+            [*COMMAND, "up"], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder.parent
+        )
+
+    def wait_ready(self) -> dict[str, Any]:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(self.process.stdout.read() if self.process.stdout else "")
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/readyz", timeout=1).status_code == 200:
+                    state: dict[str, Any] = json.loads((self.folder / "stack.json").read_text())
+                    return state
+            except (httpx.HTTPError, FileNotFoundError):
+                pass
+            time.sleep(0.1)
+        raise AssertionError("not ready in time")
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*COMMAND, *arguments], env=self.environment, capture_output=True, text=True, check=False, timeout=120, cwd=self.folder.parent)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start(**environment: str) -> Up:
+        started.append(Up(tmp_path / "data", **environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.process.wait(60)
+        if one.process.stdout:
+            one.process.stdout.close()
+
+
+def alive(pids: list[int]) -> list[int]:
+    living = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                living.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def wait_gone(pids: list[int], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while left := alive(pids):
+        assert time.monotonic() < deadline, f"still running: {[psutil.Process(pid).cmdline() for pid in left]}"
+        time.sleep(0.1)
+
+
+def test_up_says_what_runs_revives_what_dies_and_leaves_nothing(up: Callable[..., Up]) -> None:
+    stack = up()
+    state = stack.wait_ready()
+    assert set(state["processes"]) == {"broker", "api", "ingestion worker", "tokenization worker", "training worker", "serving worker"}
+    key = stack.run("key").stdout.strip()
+    assert httpx.get(f"{state['url']}/v1/jobs", headers={"X-API-Key": key}).json() == []
+    assert httpx.get(f"{state['url']}/docs", auth=("me", key)).status_code == 200
+    assert "none yet" in stack.run("status").stdout
+
+    for name in ("training worker", "broker"):
+        before = json.loads((stack.folder / "stack.json").read_text())["processes"][name]
+        os.kill(before, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while json.loads((stack.folder / "stack.json").read_text())["processes"][name] == before:
+            assert time.monotonic() < deadline, f"{name} was not started again"
+            time.sleep(0.1)
+    stack.wait_ready()
+
+    second = stack.run("up", "--port", str(free_port()))
+    assert second.returncode == 1 and "already runs" in second.stderr
+
+    pids = list(json.loads((stack.folder / "stack.json").read_text())["processes"].values())
+    stack.process.send_signal(signal.SIGINT)
+    output, _ = stack.process.communicate(timeout=60)
+    assert stack.process.returncode == 0
+    assert "Semantide is up" in output and f"http://127.0.0.1:{stack.port}" in output and "nothing is left running" in output
+    wait_gone(pids, 1)
+    assert not (stack.folder / "stack.json").exists()
+
+
+def test_kill_9_of_up_leaves_no_orphan_and_up_works_again(up: Callable[..., Up]) -> None:
+    stack = up()
+    pids = list(stack.wait_ready()["processes"].values())
+    stack.process.kill()
+    stack.process.wait()
+    wait_gone(pids)
+    again = up()
+    again.wait_ready()
+    assert again.run("down").stdout.strip() == "stopped"
+    again.process.wait(30)
+    assert again.run("down").stdout.startswith("no stack runs")
+
+
+def test_a_taken_port_is_said_before_anything_starts(up: Callable[..., Up]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        stack = up(SEMANTIDE_PORT=str(holder.getsockname()[1]))
+        output, _ = stack.process.communicate(timeout=60)
+    assert stack.process.returncode == 1
+    assert "is taken" in output and "--port" in output and "Traceback" not in output
+    assert not (stack.folder / "broker").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SEMANTIDE_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, "cannot be reached"),
+        ({"SEMANTIDE_REDIS_URL": "http://nonsense"}, "is not understood"),
+        ({"SEMANTIDE_HOST": "0.0.0.0"}, "SEMANTIDE_API_KEYS"),
+        ({"SEMANTIDE_HOST": "203.0.113.7", "SEMANTIDE_API_KEYS": "k"}, "cannot listen on"),
+        ({"SEMANTIDE_PORT": "99999"}, "SEMANTIDE_PORT"),
+    ],
+)
+def test_wrong_settings_end_with_a_remedy(up: Callable[..., Up], environment: dict[str, str], words: str) -> None:
+    stack = up(**environment)
+    output, _ = stack.process.communicate(timeout=60)
+    assert stack.process.returncode in (1, 2)
+    assert words in output and "Traceback" not in output and "secret" not in output
+
+
+def test_without_a_stack_commands_say_how_to_start_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "SEMANTIDE_DATA_DIR": str(tmp_path)}
+    for arguments in (["status"], ["ingest", str(tmp_path)], ["recommend", "--user", "1"], ["jobs", "list"], ["train"]):
+        outcome = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=60)
+        assert outcome.returncode == 1 and "semantide up" in outcome.stderr and "Traceback" not in outcome.stderr, arguments
+
+
+@pytest.mark.parametrize("arguments", [["recommend"], ["ingest", "/does/not/exist"], ["train", "--set", "nonsense"], ["demo", "--dataset", "x"]])
+def test_wrong_use_has_status_2(tmp_path: Path, arguments: list[str]) -> None:
+    outcome = subprocess.run(
+        [*COMMAND, *arguments], env={**os.environ, "SEMANTIDE_DATA_DIR": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert outcome.returncode in (1, 2) and "Traceback" not in outcome.stderr and outcome.stderr.strip()

@@ -1,0 +1,94 @@
+"""Artifacts: same files, same reference; nothing half-stored is visible; changed bytes are refused."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.errors import Corrupt, NotFound
+
+names = st.text(st.characters(categories=("Ll", "Nd")), min_size=1, max_size=8)
+trees = st.dictionaries(names, st.binary(max_size=64), min_size=1, max_size=5)
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@limits(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=trees, second=trees)
+def test_the_reference_is_the_content(tmp_path_factory: pytest.TempPathFactory, first: dict[str, bytes], second: dict[str, bytes]) -> None:
+    root = tmp_path_factory.mktemp("store")
+    store = ArtifactStore(str(root / "artifacts"))
+    refs = [store.put("things", write(tmp_path_factory.mktemp("in"), files), config={"n": n}) for n, files in enumerate((first, second, first))]
+    assert refs[0] == refs[2]
+    assert (refs[0] == refs[1]) == (first == second)
+    for ref, files in zip(refs, (first, second), strict=False):
+        folder = store.get(ref)
+        assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "manifest.json"} == files
+    assert store.list("things") == sorted(set(refs))
+
+
+def test_a_manifest_says_what_made_it(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    ref = store.put("things", write(tmp_path / "in", {"a": b"1"}), config={"k": 256}, inputs={"dataset": "datasets/x"}, seed=7)
+    manifest = store.manifest(ref)
+    assert (manifest["config"], manifest["inputs"], manifest["seed"]) == ({"k": 256}, {"dataset": "datasets/x"}, 7)
+    assert manifest["code"].count("+src.") == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_changed_bytes_are_refused(tmp_path: Path, damage: str) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    ref = store.put("things", write(tmp_path / "in", {"a": b"0123456789", "b": b"x"}))
+    path = tmp_path / "store" / ref / "a"
+    if damage == "cut":
+        path.write_bytes(b"01234")
+    elif damage == "flip":
+        path.write_bytes(b"012345678X")
+    else:
+        path.unlink()
+    with pytest.raises(Corrupt, match=r"file a does not have the digest"):
+        store.get(ref)
+
+
+def test_an_unknown_reference_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="semantide artifacts"):
+        ArtifactStore(str(tmp_path)).get("models/sha256-" + "0" * 64)
+
+
+def test_empty_folders_and_the_stores_own_name_are_refused(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no files"):
+        store.put("things", tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        store.put("things", write(tmp_path / "own", {"manifest.json": b"{}"}))
+
+
+def test_many_writers_of_one_content_agree(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    source = write(tmp_path / "in", {"a": b"x" * 10_000})
+    refs: list[str] = []
+    threads = [threading.Thread(target=lambda: refs.append(store.put("things", source))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refs) == 8 and len(set(refs)) == 1
+    assert not list((tmp_path / "store").glob(".incoming*"))
+
+
+def test_an_object_store_gives_the_same_reference(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", {"a": b"1", "deep/b": b"2"})
+    local = ArtifactStore(str(tmp_path / "store")).put("things", source)
+    remote = ArtifactStore("memory://bucket/prefix", cache=tmp_path / "cache")
+    assert remote.put("things", source) == local
+    assert (remote.get(local) / "deep" / "b").read_bytes() == b"2"
+    assert remote.list() == [local]

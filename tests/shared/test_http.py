@@ -1,0 +1,127 @@
+"""The HTTP door: keys, sizes, errors, health."""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from semantide.shared import operations_api
+from semantide.shared.api_keys import api_keys, local_key
+from semantide.shared.config import Settings
+from semantide.shared.contracts import JobSpec
+from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
+from semantide.shared.http import OPEN_PATHS, APIRouter, build_app
+
+ERRORS = {
+    "missing": (NotFound, 404),
+    "clash": (Conflict, 409),
+    "bad": (BadData, 422),
+    "later": (TransientError, 503),
+    "never": (PermanentError, 500),
+    "wrong": (ValueError, 422),
+}
+
+
+@pytest.fixture
+def app(make_room: Callable[[str], Any]) -> Any:
+    room = make_room("serving")
+    room.settings.max_body_bytes = 2048
+    router = APIRouter()
+
+    @router.get("/v1/raise/{name}")
+    def fail(name: str) -> None:
+        raise ERRORS[name][0](f"{name} happened: do otherwise")
+
+    return build_app([room], [router, operations_api.build(room)], [lambda: (True, "")])
+
+
+@pytest.fixture
+def client(app: Any) -> TestClient:
+    return TestClient(app, headers={"X-API-Key": "test-key"}, raise_server_exceptions=False)
+
+
+def routes(app: Any) -> list[tuple[str, str]]:
+    return [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods] + [("GET", "/docs"), ("GET", "/openapi.json")]
+
+
+def test_every_route_but_health_wants_a_key(app: Any) -> None:
+    bare = TestClient(app)
+    for method, path in routes(app):
+        for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}):
+            answer = bare.request(method, path, headers=headers)
+            assert (answer.status_code == 401) != (path in OPEN_PATHS), (method, path)
+    assert "semantide key" in bare.get("/v1/jobs").json()["error"]["message"]
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "header", "basic"])
+def test_three_ways_to_present_a_key(app: Any, scheme: str) -> None:
+    basic = base64.b64encode(b"anybody:test-key").decode()
+    headers = {"bearer": {"Authorization": "Bearer test-key"}, "header": {"X-API-Key": "test-key"}, "basic": {"Authorization": f"Basic {basic}"}}[scheme]
+    assert TestClient(app).get("/v1/jobs", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_have_one_shape(client: TestClient, name: str) -> None:
+    answer = client.get(f"/v1/raise/{name}")
+    assert answer.status_code == ERRORS[name][1]
+    assert answer.json()["error"] == {"type": ERRORS[name][0].__name__, "message": f"{name} happened: do otherwise"}
+    assert ("retry-after" in answer.headers) == (answer.status_code == 503)
+
+
+def test_a_wrong_field_is_named_with_its_value(client: TestClient) -> None:
+    answer = client.post("/v1/jobs", json={"kind": "dance"})
+    assert answer.status_code == 422
+    assert "body.kind" in answer.json()["error"]["message"] and "dance" in answer.json()["error"]["message"]
+    assert client.post("/v1/jobs", json={"kind": "train", "unknown": 1}).status_code == 422
+    assert client.post("/v1/jobs", content=b"{").status_code == 422
+    assert client.get("/v1/nowhere").status_code == 404
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_large_body_is_refused(client: TestClient, declared: bool) -> None:
+    body = b'{"kind": "train", "recipe": "' + b"x" * 4096 + b'"}'
+    content = body if declared else iter([body[:1000], body[1000:]])
+    answer = client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})  # type: ignore[arg-type]
+    assert answer.status_code == 413 and "SEMANTIDE_MAX_BODY_BYTES" in answer.json()["error"]["message"]
+
+
+def test_a_job_with_an_unknown_input_is_refused(client: TestClient) -> None:
+    spec = JobSpec(kind="train", inputs={"dataset": "datasets/sha256-" + "0" * 64})
+    answer = client.post("/v1/jobs", json=spec.model_dump(mode="json"))
+    assert answer.status_code == 404
+    assert client.get("/v1/jobs").json() == []
+
+
+def test_jobs_over_http(client: TestClient) -> None:
+    job = client.post("/v1/jobs", json={"kind": "train", "recipe": "tiny"}).json()
+    assert client.get(f"/v1/jobs/{job['id']}").json()["state"] == "queued"
+    assert client.get("/v1/queues").json()["depths"]["semantide.training.RunJob"] == 1
+    assert client.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "cancelled"
+    assert client.post(f"/v1/jobs/{job['id']}/cancel").status_code == 409
+    assert client.post(f"/v1/jobs/{job['id']}/resume").json()["state"] == "queued"
+    assert client.get(f"/v1/jobs/{job['id']}/metrics").json() == []
+    assert client.get(f"/v1/jobs/{job['id']}/log").json() == {"log": ""}
+    assert client.get("/v1/jobs/nope").status_code == 404
+
+
+def test_health_says_what_is_wrong(make_room: Callable[[str], Any]) -> None:
+    room = make_room("serving")
+    client = TestClient(build_app([room], [], [lambda: (False, "serving: no model could be loaded")]))
+    assert client.get("/healthz").json() == {"status": "ok"}
+    answer = client.get("/readyz")
+    assert answer.status_code == 503 and answer.json()["problems"] == ["serving: no model could be loaded"]
+
+
+def test_keys_beyond_loopback_must_be_configured(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="SEMANTIDE_API_KEYS"):
+        api_keys(Settings(data_dir=tmp_path, host="0.0.0.0", api_keys=""))
+    assert api_keys(Settings(data_dir=tmp_path, host="0.0.0.0", api_keys="a, b")) == ["a", "b"]
+    made = api_keys(Settings(data_dir=tmp_path, api_keys=""))
+    assert made == api_keys(Settings(data_dir=tmp_path, api_keys="")) == [local_key(tmp_path)]
+    assert (tmp_path / "api_key").stat().st_mode & 0o077 == 0
+
+
+def test_metrics_are_prometheus_text(client: TestClient) -> None:
+    answer = client.get("/metrics")
+    assert answer.status_code == 200 and answer.text.startswith("# HELP")
