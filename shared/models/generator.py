@@ -16,14 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semantide.kernels.attention import jagged_attention
+from semantide.kernels.dropout import dropout
+from semantide.kernels.normalisation import rms_norm
+from semantide.kernels.rotary import rotate
 from semantide.shared.models.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """Shape of the generator. ``vocab_size`` 0 stands for the vocabulary's own size; a larger one leaves unused rows."""
+    """Shape of the generator. ``vocab_size`` 0 stands for the vocabulary's own size; a larger one leaves unused rows.
 
-    level_sizes: tuple[int, ...]
+    Without ``level_sizes`` it is a recipe's shape, which becomes a model's with ``dataclasses.replace(config, level_sizes=...)``.
+    """
+
+    level_sizes: tuple[int, ...] = ()
     num_layers: int = 2
     hidden_size: int = 128
     num_heads: int = 4
@@ -37,6 +43,8 @@ class GeneratorConfig:
     dropout: float = 0.0
     """Of what each block adds to the residual stream, while training."""
     embedding_dropout: float = 0.0
+    token_dropout: float = 0.0
+    """Share of whole input tokens that are blanked while training."""
     initializer_range: float = 0.05
     embedding_scale: float = 1.0
     """Factor on the embeddings as they enter the first layer (not where they serve as the head); folded into the weights when saved."""
@@ -44,14 +52,14 @@ class GeneratorConfig:
     """Whether each level's logits get a learned factor; folded into the head when saved."""
 
     def __post_init__(self) -> None:
-        size = Vocabulary(self.level_sizes).size
+        size = Vocabulary(self.level_sizes).size if self.level_sizes else 0
         if self.vocab_size == 0:
             object.__setattr__(self, "vocab_size", size)
         if self.vocab_size < size:
             raise ValueError(f"vocab_size {self.vocab_size} is smaller than the {size} tokens of levels {self.level_sizes}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}, and head_dim {self.head_dim} even")
-        for name in ("dropout", "embedding_dropout"):
+        for name in ("dropout", "embedding_dropout", "token_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 up to but not including 1")
 
@@ -66,7 +74,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -87,7 +95,7 @@ class Attention(nn.Module):
         q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         k_TGd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TGd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        return _rotate(q_THd, cos_T1d, sin_T1d), _rotate(k_TGd, cos_T1d, sin_T1d), v_TGd
+        return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TGd, cos_T1d, sin_T1d), v_TGd
 
     def output(self, o_THd: Tensor) -> Tensor:
         """Heads back to the hidden size."""
@@ -119,7 +127,7 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.rate = config.dropout
 
     def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this layer's input."""
@@ -127,8 +135,8 @@ class Layer(nn.Module):
 
     def finish(self, x_TD: Tensor, o_THd: Tensor) -> Tensor:
         """The layer's output from its input and the attention's result."""
-        x_TD = x_TD + self.dropout(self.self_attn.output(o_THd))
-        y_TD: Tensor = x_TD + self.dropout(self.mlp(self.post_attention_layernorm(x_TD)))
+        x_TD = x_TD + dropout(self.self_attn.output(o_THd), self.rate, self.training)
+        y_TD: Tensor = x_TD + dropout(self.mlp(self.post_attention_layernorm(x_TD)), self.rate, self.training)
         return y_TD
 
 
@@ -154,7 +162,6 @@ class Generator(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.level_scales:
             self.level_log_scale = nn.Parameter(torch.zeros(self.vocabulary.levels))
-        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.register_buffer("inverse_frequency", config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim), persistent=False)
         self.inverse_frequency: Tensor
         self._initialise()
@@ -177,8 +184,11 @@ class Generator(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states that enter the first layer."""
         x: Tensor = self.model.embed_tokens(tokens)
-        y: Tensor = self.embedding_dropout(x * self.config.embedding_scale if self.config.embedding_scale != 1 else x)
-        return y
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
+        if self.training and self.config.token_dropout:
+            x = x * (torch.rand(*tokens.shape, 1, device=x.device) >= self.config.token_dropout)
+        return dropout(x, self.config.embedding_dropout, self.training)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""
@@ -234,8 +244,3 @@ class Generator(nn.Module):
         from semantide.shared.models.pretrained import load_generator
 
         return load_generator(folder, level_sizes)
-
-
-def _rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    first, second = x_THd.chunk(2, -1)
-    return torch.cat([first * cos_T1d - second * sin_T1d, second * cos_T1d + first * sin_T1d], -1)
