@@ -43,11 +43,11 @@ def make_catalog(folder: Path, items: int = 200, seed: int = 0, digest: str = DI
     return catalog
 
 
-def make_model(folder: Path, seed: int = 0, catalog_ref: str = "", digest: str = DIGEST, level_sizes: tuple[int, ...] = LEVEL_SIZES) -> Generator:
-    """A random generator with the header that a training job writes."""
+def make_model(folder: Path, seed: int = 0, catalog_ref: str = "", digest: str = DIGEST, level_sizes: tuple[int, ...] = LEVEL_SIZES, **shape: Any) -> Generator:
+    """A random generator with the header that a training job writes; small unless ``shape`` says otherwise."""
     torch.manual_seed(seed)
-    config = GeneratorConfig(level_sizes, num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, initializer_range=0.5)
-    generator = Generator(config)
+    small = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32, "initializer_range": 0.5}
+    generator = Generator(GeneratorConfig(level_sizes, **{**small, **shape}))
     generator.save_pretrained(folder)
     header = {
         "catalog": catalog_ref,
@@ -165,14 +165,14 @@ async def post(url: str, path: str, body: Any, key: str = "test-key") -> tuple[i
     return int(top.split()[1]), json.loads(payload)
 
 
-async def storm(url: str, bodies: list[Any], spread_seconds: float = 0.0) -> list[Reply]:
+async def storm(url: str, bodies: list[Any], spread_seconds: float = 0.0, key: str = "test-key") -> list[Reply]:
     """Send all recommendation requests, each on its own connection: at once, or evenly over some seconds."""
     clock = asyncio.get_running_loop().time
 
     async def one(number: int, body: Any) -> Reply:
         await asyncio.sleep(spread_seconds * number / len(bodies))
         begin = clock()
-        status, answer = await post(url, "/v1/recommendations", body)
+        status, answer = await post(url, "/v1/recommendations", body, key)
         return Reply(number, status, answer, begin, clock() - begin)
 
     return list(await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies))))
