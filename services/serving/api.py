@@ -165,5 +165,13 @@ def _answer(served: Served, explain: bool, waited: float, total: float) -> Recom
 
 
 def _live(service: Service, state: RegistryState) -> LiveAnswer:
-    status = service.swapper.status
-    return LiveAnswer(live=state.live, loaded=status.loaded, error=status.error, version=state.version, previous=list(state.previous))
+    status, live = service.swapper.status, state.live
+    return LiveAnswer(
+        model=live.model if live else None,
+        catalog=live.catalog if live else None,
+        loaded_model=status.loaded.model if status.loaded else None,
+        loaded_catalog=status.loaded.catalog if status.loaded else None,
+        error=status.error,
+        version=state.version,
+        previous=list(state.previous),
+    )

@@ -1,7 +1,8 @@
 """Groups concurrent requests into batches: whatever waits when a worker is free goes together, so a lone request never waits for company.
 
 The queue is bounded: what does not fit is refused at once. A request that waited past its deadline or whose client left is dropped
-before any work. If a batch fails, its requests are tried one by one, so that one bad request does not take its neighbours along.
+before any work. Where ``run`` gives an exception in place of an answer, that request alone fails; if all of ``run`` fails, the requests are
+tried one by one, so that one bad request does not take its neighbours along.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -44,7 +45,7 @@ class Batcher(Generic[Q, A]):
 
     def __init__(
         self,
-        run: Callable[[list[Q]], list[A]],
+        run: Callable[[list[Q]], Sequence[A | Exception]],
         *,
         max_batch: int = 32,
         max_queue: int = 2048,
@@ -143,6 +144,9 @@ class Batcher(Generic[Q, A]):
                 self._answer([entry])
             return
         for entry, result in zip(batch, answers, strict=True):
+            if isinstance(result, Exception):
+                _fail(entry.future, result)
+                continue
             try:
                 entry.future.set_result((result, start - entry.arrived))
             except InvalidStateError:

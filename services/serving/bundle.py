@@ -168,5 +168,5 @@ def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
         titles=titles,
         rows_of_category=rows_of_category,
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),
-        max_history_items=int(header.get("max_history_items") or DEFAULT_HISTORY_ITEMS),
+        max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
     )

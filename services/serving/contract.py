@@ -118,10 +118,15 @@ class RollbackRequest(Body):
 
 
 class LiveAnswer(Body):
-    """What is live, what this process serves (``loaded``), why these differ (``error``), and what a rollback brings back first (last in ``previous``)."""
+    """What is live (``model``, ``catalog``) and what this process serves (``loaded_...``).
 
-    live: Pair | None
-    loaded: Pair | None
+    ``error`` says why these differ, if they do for longer than a load takes. A rollback brings back the last of ``previous``.
+    """
+
+    model: ArtifactRef | None
+    catalog: ArtifactRef | None
+    loaded_model: ArtifactRef | None
+    loaded_catalog: ArtifactRef | None
     error: str | None
     version: int
     previous: list[Pair]

@@ -1,4 +1,7 @@
-"""What a user's interactions mean for a recommendation: what to continue, what was seen, what never to show."""
+"""What a user's interactions mean for a recommendation: what to continue, what was seen, what never to show.
+
+The same item several times in a row counts once, as in the training histories.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def profile_of(events: Iterable[tuple[str, str]], actions: Mapping[str, float]) 
     for item, action in events:
         intensity = actions.get(action, 0.0)
         if intensity >= POSITIVE:
-            history.append(item)
+            if not history or history[-1] != item:
+                history.append(item)
             blocked.pop(item, None)
         elif intensity < 0:
             blocked[item] = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,13 @@ from semantide.services.serving.registry import Pair, Registry, RegistryState
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
+from semantide.shared.broker import RedisError
 from semantide.shared.config import Settings
-from semantide.shared.errors import TransientError
+from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories
 
 _POLL_SECONDS = 0.1
+_PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,23 @@ def load_and_warm(store: ArtifactStore, pair: Pair) -> Bundle:
     return bundle
 
 
+@contextmanager
+def _refusing(model: str) -> Iterator[None]:
+    """Turn what is wrong with a model's or catalog's files or numbers into a refusal of the request that named it."""
+    try:
+        yield
+    except (NotFound, Conflict):
+        raise
+    except PermanentError as error:
+        raise Conflict(f"{model} cannot be served and nothing was changed: {error}") from error
+
+
 class Service:
     """Serving in one process. ``start`` it, ``submit`` wishes, ``stop`` it."""
 
     def __init__(self, settings: Settings, broker: Any, store: ArtifactStore) -> None:
         self._settings, self._store = settings, store
+        self._pause_until = 0.0
         self.registry = Registry(broker)
         self._histories = Histories(broker, settings.history_length, settings.history_ttl_seconds)
         self.availability = AvailabilityWatch(Availability(broker))
@@ -111,11 +127,12 @@ class Service:
     def promote(self, model: str, catalog: str | None, force: bool, reason: str) -> RegistryState:
         """Load, warm and promote; what cannot be loaded changes nothing.
 
-        Raises: NotFound, Corrupt, Conflict.
+        Raises: NotFound, Conflict.
         """
-        trained_on = read_header(self._store.get(model)).get("catalog") if catalog is None else None
-        pair = self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
-        self.swapper.prepare(pair)
+        with _refusing(model):
+            trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
+            pair = self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+            self.swapper.prepare(pair)
         state = self.registry.promote(pair, reason=reason, forced=force)
         self.swapper.poll()
         return state
@@ -123,11 +140,12 @@ class Service:
     def rollback(self, reason: str) -> RegistryState:
         """Load, warm and bring back the pair that was live before.
 
-        Raises: NotFound, Corrupt, Conflict.
+        Raises: NotFound, Conflict.
         """
         state = self.registry.read()
         if state.previous:
-            self.swapper.prepare(state.previous[-1])
+            with _refusing(state.previous[-1].model):
+                self.swapper.prepare(state.previous[-1])
         state = self.registry.rollback(reason)
         self.swapper.poll()
         return state
@@ -145,18 +163,36 @@ class Service:
             )
         return bundle
 
-    def _run(self, wishes: list[Wish]) -> list[Served]:
+    def _run(self, wishes: list[Wish]) -> list[Served | Exception]:
         bundle = self._bundle()
-        users = list(dict.fromkeys(wish.user for wish in wishes if wish.user is not None and wish.events is None))
         start = time.perf_counter()
-        stored = {user: [(event.item, event.action) for event in events] for user, events in self._histories.get_many(users).items()} if users else {}
-        queries = []
-        for wish in wishes:
-            events = wish.events if wish.events is not None else stored[wish.user or ""]
-            queries.append(wish.query(profile_of(events, self._settings.actions)))
+        outcomes: list[Served | Exception] = []
+        asked: list[tuple[int, Query]] = []
+        stored = self._look_up(list(dict.fromkeys(wish.user for wish in wishes if wish.user is not None and wish.events is None)))
+        for place, wish in enumerate(wishes):
+            if wish.events is None and isinstance(stored, Exception):
+                outcomes.append(stored)
+                continue
+            events = wish.events if wish.events is not None or isinstance(stored, Exception) else stored[wish.user or ""]
+            asked.append((place, wish.query(profile_of(events or (), self._settings.actions))))
+            outcomes.append(TransientError("not answered yet"))
         looked_up = time.perf_counter()
-        answers = answer(bundle, queries, lambda: self.availability.current, time.perf_counter)
-        self.meters.batch(len(wishes), {"lookup": looked_up - start, "search": time.perf_counter() - looked_up, **answers[0].seconds})
-        for result in answers:
+        answers = answer(bundle, [query for _, query in asked], lambda: self.availability.current, time.perf_counter)
+        for (place, _), result in zip(asked, answers, strict=True):
+            outcomes[place] = Served(bundle.pair, result)
             self.meters.answered(result)
-        return [Served(bundle.pair, result) for result in answers]
+        self.meters.batch(len(wishes), {"lookup": looked_up - start, "search": time.perf_counter() - looked_up} | (answers[0].seconds if answers else {}))
+        return outcomes
+
+    def _look_up(self, users: list[str]) -> dict[str, tuple[tuple[str, str], ...]] | Exception:
+        """Stored events of these users in one round trip, or why there are none: an explicit history must not wait for a broker that is away."""
+        if not users:
+            return {}
+        if time.monotonic() < self._pause_until:
+            return BrokerUnavailable("stored histories cannot be read, the broker is away: try again, or send the `history` along")
+        try:
+            found = self._histories.get_many(users)
+        except RedisError as error:
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+            return BrokerUnavailable(f"stored histories cannot be read, the broker is away ({error}): try again, or send the `history` along")
+        return {user: tuple((event.item, event.action) for event in events) for user, events in found.items()}

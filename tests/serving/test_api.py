@@ -1,12 +1,19 @@
+import asyncio
+import threading
+
 import httpx
 import numpy as np
 import pytest
 
+from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
+from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.contracts import Interaction
 from semantide.shared.history import Histories
+from semantide.shared.queues import Queues
+from semantide.shared.room import Room
 
-from .world import wait_until
+from .world import Server, World, wait_until
 
 
 def remember(world, user: str, *events: tuple[str, str]) -> None:
@@ -130,7 +137,7 @@ def test_without_a_model_the_answer_says_what_to_do_and_the_stack_is_ready(empty
     response = empty_server.recommend(user="a")
     assert response.status_code == 503 and "POST /v1/serving/promote" in response.text
     assert empty_server.client.get("/readyz").status_code == 200
-    assert empty_server.client.get("/v1/serving/live").json()["live"] is None
+    assert empty_server.client.get("/v1/serving/live").json()["model"] is None
 
 
 def test_mixed_widths_all_succeed(server):
@@ -147,3 +154,53 @@ def test_metrics_show_requests_and_stages(server, monkeypatch):
     server.items(history=["i1"])
     server.recommend(history=["i1"], n=500)
     assert counted == ["ok", "short"]
+
+
+def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch):
+    gate, taken = threading.Event(), threading.Event()
+    run = server.service.batcher._run
+
+    def held(wishes):
+        taken.set()
+        gate.wait(20)
+        return run(wishes)
+
+    monkeypatch.setattr(server.service.batcher, "_run", held)
+    monkeypatch.setattr(server.service.batcher, "_max_queue", 2)
+
+    async def crowd() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=30) as client:
+
+            def ask() -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(client.post("/v1/recommendations", json={"history": ["i1"]}))
+
+            tasks = [ask()]
+            while not taken.is_set():
+                await asyncio.sleep(0.01)
+            tasks += [ask() for _ in range(6)]
+            await asyncio.wait(tasks, timeout=1.0)
+            gate.set()
+            return list(await asyncio.gather(*tasks))
+
+    replies = asyncio.run(crowd())
+    refused = [reply for reply in replies if reply.status_code == 429]
+    assert sorted(reply.status_code for reply in replies) == [200] * 3 + [429] * 4
+    assert all(int(reply.headers["Retry-After"]) >= 1 and "requests wait already" in reply.text for reply in refused)
+
+
+def test_without_its_broker_explicit_histories_are_still_served(settings, tmp_path):
+    with OwnBroker(tmp_path / "own") as own:
+        alone = settings.model_copy(update={"redis_url": own.url})
+        room = Room("serving", alone, connect(own.url), ArtifactStore(alone.artifacts_root), Queues(own.url))
+        world = World(room, tmp_path / "artifacts")
+        world.catalog_ref = world.add_catalog()
+        world.live(0)
+        with Server(room) as server:
+            wait_until(lambda: server.recommend(user="ann").status_code == 200)
+            before = server.items(history=["i1"])
+            own.stop()
+            response = server.recommend(user="ann")
+            assert response.status_code == 503 and "send the `history` along" in response.text
+            assert server.items(history=["i1"]) == before
+            own.start()
+            wait_until(lambda: server.recommend(user="ann").status_code == 200)

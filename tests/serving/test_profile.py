@@ -8,6 +8,11 @@ def test_only_positive_actions_are_continued_and_exposures_are_not_seen():
     assert profile_of(events, ACTIONS) == Profile(("b", "c", "b"), ("b", "c"), ())
 
 
+def test_repeats_in_a_row_count_once_as_in_training():
+    events = [("a", "click"), ("a", "order"), ("b", "exposure"), ("a", "click"), ("b", "click"), ("a", "click")]
+    assert profile_of(events, ACTIONS).history == ("a", "b", "a")
+
+
 def test_a_disliked_item_is_blocked_until_it_is_wanted_again():
     assert profile_of([("a", "click"), ("a", "hate"), ("b", "hate")], ACTIONS).blocked == ("a", "b")
     assert profile_of([("a", "hate"), ("a", "click"), ("b", "hate")], ACTIONS).blocked == ("b",)

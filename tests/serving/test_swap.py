@@ -26,10 +26,10 @@ def test_promote_and_roll_back_change_the_answers(server, world):
     second_model = world.candidate(1)
     assert [c["model"] for c in server.client.get("/v1/serving/candidates").json()["candidates"]][-1] == second_model
     body = promote(server, second_model, reason="better").json()
-    assert body["live"]["model"] == body["loaded"]["model"] == second_model and body["error"] is None
+    assert body["model"] == body["loaded_model"] == second_model and body["error"] is None
     assert server.items(history=["i1"]) != first
     back = server.client.post("/v1/serving/rollback", json={"reason": "worse"}).json()
-    assert back["loaded"] == back["live"] != body["live"]
+    assert back["loaded_model"] == back["model"] != body["model"]
     assert server.items(history=["i1"]) == first
     refused = server.client.post("/v1/serving/rollback")
     assert refused.status_code == 409 and "nothing was live before" in refused.text
@@ -51,7 +51,7 @@ def test_what_cannot_be_served_is_refused_and_the_present_model_goes_on(server, 
         (promote(server, unregistered), 404, "no candidate"),
         (promote(server, "models/sha256-" + "0" * 64), 404, "not in"),
         (promote(server, "models/latest"), 422, "model"),
-        (promote(server, damaged), 500, "Corrupt"),
+        (promote(server, damaged), 409, "digest of its manifest"),
     ):
         assert response.status_code == status, response.text
         assert word in response.text
@@ -69,7 +69,7 @@ def test_another_processs_promotion_is_followed_and_a_broken_one_is_not(server, 
     Registry(world.room.broker).promote(Pair(model=damaged, catalog=world.catalog_ref))
     wait_until(lambda: server.client.get("/v1/serving/live").json()["error"])
     body = server.client.get("/v1/serving/live").json()
-    assert body["loaded"] == second.model_dump() and "Corrupt" in body["error"]
+    assert server.loaded() == second.model_dump() and body["model"] == damaged and "Corrupt" in body["error"]
     assert server.recommend(history=["i1"]).json()["model"] == second.model
     assert server.client.get("/readyz").status_code == 200
     Registry(world.room.broker).rollback()
@@ -85,7 +85,7 @@ def test_a_start_with_a_broken_live_model_falls_back_to_the_one_before(world):
     with Server(world.room) as server:
         wait_until(lambda: server.recommend(history=["i1"]).status_code == 200)
         body = server.client.get("/v1/serving/live").json()
-        assert body["loaded"] == good.model_dump() and body["live"]["model"] == damaged and "Corrupt" in body["error"]
+        assert server.loaded() == good.model_dump() and body["model"] == damaged and "Corrupt" in body["error"]
 
 
 def test_a_start_with_nothing_that_works_says_so_and_is_not_ready(world):
@@ -196,8 +196,8 @@ def test_new_items_are_reachable_without_training(server, world):
     assert len(body["items"]) == 260 and body["catalog"] == bigger and body["unknown_history_items"] == 0
     assert "i259" in {hit["item"] for hit in body["items"]}
     model = world.candidate(1)
-    assert promote(server, model).json()["live"]["catalog"] == bigger
-    assert promote(server, model, catalog=world.catalog_ref).json()["live"]["catalog"] == world.catalog_ref
+    assert promote(server, model).json()["catalog"] == bigger
+    assert promote(server, model, catalog=world.catalog_ref).json()["catalog"] == world.catalog_ref
 
 
 def test_a_catalog_that_spells_otherwise_does_not_extend(world):
@@ -218,7 +218,7 @@ def test_promotions_from_many_threads_leave_the_server_on_the_last(server, world
         thread.start()
     for thread in threads:
         thread.join()
-    wait_until(lambda: server.loaded() == server.client.get("/v1/serving/live").json()["live"])
+    wait_until(lambda: server.loaded()["model"] == server.client.get("/v1/serving/live").json()["model"])
     assert server.recommend(history=["i1"]).json()["model"] in models
     Registry(world.room.broker).register(Candidate(model=world.add_model(9), catalog=world.catalog_ref))
-    wait_until(lambda: server.client.get("/v1/serving/live").json()["loaded"]["model"] in models)
+    wait_until(lambda: server.loaded()["model"] in models)

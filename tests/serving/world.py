@@ -55,7 +55,7 @@ def make_model(folder: Path, seed: int = 0, catalog_ref: str = "", digest: str =
         "level_sizes": list(level_sizes),
         "recipe": "tiny",
         "metrics": {"ndcg@10": 0.1},
-        "max_history_items": 20,
+        "max_items": 20,
     }
     (folder / "semantide.json").write_text(json.dumps(header))
     return generator
@@ -130,7 +130,8 @@ class Server:
         return [hit["item"] for hit in response.json()["items"]]
 
     def loaded(self) -> Any:
-        return self.client.get("/v1/serving/live").json()["loaded"]
+        live = self.client.get("/v1/serving/live").json()
+        return {"model": live["loaded_model"], "catalog": live["loaded_catalog"]}
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
