@@ -40,7 +40,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad_THd, *ctx.saved_tensors, -1), None, None
+        cos_T1d, sin_T1d = ctx.saved_tensors
+        return _turn(grad_THd, cos_T1d, sin_T1d, -1), None, None
 
 
 def _turn(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, sign: int) -> Tensor:

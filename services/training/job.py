@@ -13,6 +13,7 @@ import torch
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
+from semantide.services.training.initialisation import begin_at_codebooks, read_codebooks
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
@@ -127,12 +128,13 @@ def evaluate_models(job: JobContext) -> JobOutcome:
             job.progress(index + done / total, len(todo), "rankings", f"evaluating {name}")
 
         figures = evaluate(ranker, cases, ks=config.ks, num_items=len(dataset.item_ids), exclude_seen=seen, tick=tick)
-        rows.append({"model": name, "seen_filter": seen, **figures})
+        counts = {name: figures.pop(name) for name in ("cases", "repeat_share", "short_share")}
+        rows.append({"model": name, "exclude_seen": seen, "metrics": figures, **counts})
         job.metric(index, **figures)
         aside = kept.with_suffix(".incoming")
         aside.write_text(json.dumps(rows))
         aside.replace(kept)
-    result = {"rows": rows, "part": config.part, "ks": list(config.ks), "beam_width": config.beam_width, "ranking": "full", "cases": len(cases), "items": len(dataset.item_ids)}
+    result = {"rows": rows, "part": config.part, "ks": list(config.ks), "beam_width": config.beam_width, "ranking": "full", "users": len(cases), "items": len(dataset.item_ids)}
     return JobOutcome({}, result)
 
 
@@ -158,7 +160,10 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
         return sasrec, NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items)
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {job.spec.inputs['catalog'][:26]}...", _TOKENIZE_AGAIN)
-    generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0)).to(device)
+    generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0))
+    if config.codebook_share:
+        begin_at_codebooks(generator, read_codebooks(job.store.get(job.spec.inputs["catalog"])), config.codebook_share, job.spec.seed)
+    generator = generator.to(device)
     tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
     return generator, NextToken(generator, tokens, config), GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width)
 

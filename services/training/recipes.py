@@ -30,6 +30,8 @@ class TrainConfig:
     items_per_batch: int = 1024
     """Items in a batch, all sequences together; none is padded."""
 
+    codebook_share: float = 0.0
+    """Generator: share of the tokenizer's code vectors in the first embeddings. 0: they begin at random."""
     label_smoothing: float = 0.0
     level_weights: tuple[float, ...] = ()
     """Weight of each level's loss. Empty: 1 each."""
@@ -39,6 +41,8 @@ class TrainConfig:
     learning_rate: float = 2e-3
     embedding_rate_scale: float = 1.0
     """Factor on the learning rate of embeddings and head."""
+    muon_rate: float = 0.0
+    """Learning rate of Muon, which then trains the layers' matrices in the place of AdamW. 0: AdamW trains everything."""
     weight_decay: float = 0.05
     beta1: float = 0.9
     beta2: float = 0.98
@@ -65,7 +69,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 10_000_000), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
-            ("learning_rate", 0, 10), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("learning_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
             ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 1, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
         ):  # fmt: skip

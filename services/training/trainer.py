@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from semantide.services.training.batches import Sampler
 from semantide.services.training.checkpoint import Checkpoints
 from semantide.services.training.objective import Objective
-from semantide.services.training.optimiser import build_optimiser, rate_share, set_rate
+from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
 
@@ -70,7 +70,7 @@ class Trainer:
         self.state = RunState()
         self._seed, self._identity, self._checkpoint_seconds = seed, identity, checkpoint_seconds
         self._checkpoints = Checkpoints(checkpoints)
-        self._optimiser = build_optimiser(self.model, config)
+        self._optimisers = build_optimisers(self.model, config)
         self._names = [name for name, _ in self.model.named_parameters()]
         self._parameters = [parameter for _, parameter in self.model.named_parameters()]
         self._average = [parameter.detach().clone() for parameter in self._parameters] if config.ema else None
@@ -121,11 +121,12 @@ class Trainer:
         return state
 
     def _train_on(self, batch: Any, share: float) -> list[float]:
-        set_rate(self._optimiser, share)
+        for optimiser in self._optimisers:
+            set_rate(optimiser, share)
+            optimiser.zero_grad(set_to_none=True)
         with self._autocast():
             loss, parts = self.objective.loss(batch)
         value = float(loss.detach())
-        self._optimiser.zero_grad(set_to_none=True)
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True))
         if not (math.isfinite(value) and math.isfinite(norm)):
@@ -134,7 +135,8 @@ class Trainer:
                 f"at step {self.state.step} (epoch {self.state.epoch}) the loss is {value} and the gradient's norm {norm}: lower learning_rate (now "
                 f"{self.config.learning_rate}) or raise warmup_steps; the last good checkpoint stays in {kept}"
             )
-        self._optimiser.step()
+        for optimiser in self._optimisers:
+            optimiser.step()
         self.state.losses.append(value)
         if self._average is not None:
             # The average of a young run is the plain mean: its first weights are no better than noise.
@@ -180,7 +182,8 @@ class Trainer:
             tensors["random.cuda"] = torch.cuda.get_rng_state(self._device)
         for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             tensors[f"model.{name}"] = parameter
-            tensors |= {f"optimiser.{key}.{name}": value for key, value in self._optimiser.state[parameter].items()}
+            for optimiser in self._optimisers:
+                tensors |= {f"optimiser.{key}.{name}": value for key, value in optimiser.state.get(parameter, {}).items()}
             if self._average is not None:
                 tensors[f"average.{name}"] = self._average[index]
             if self._best is not None:
@@ -204,10 +207,10 @@ class Trainer:
                 parameter.copy_(tensors[f"model.{name}"])
                 if self._average is not None:
                     self._average[index].copy_(tensors[f"average.{name}"])
-            prefix = "optimiser."
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{prefix}{key}.{name}" in tensors:
-                    self._optimiser.state[parameter][key] = tensors[f"{prefix}{key}.{name}"].to(self._device)
+            owner = next(o for o in self._optimisers if any(parameter is p for group in o.param_groups for p in group["params"]))
+            for key in ("step", "exp_avg", "exp_avg_sq", "momentum"):
+                if f"optimiser.{key}.{name}" in tensors:
+                    owner.state[parameter][key] = tensors[f"optimiser.{key}.{name}"].to(self._device)
         if any(name.startswith("best.") for name in tensors):
             self._best = [tensors[f"best.{name}"].to(self._device) for name in self._names]
         torch.set_rng_state(tensors["random.cpu"])
