@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 
 from semantide.services.serving.batcher import Overloaded
@@ -30,6 +31,8 @@ from semantide.shared.http import APIRouter, HTTPException
 from semantide.shared.room import Room
 
 _services: dict[int, Service] = {}
+_process = secrets.token_hex(6)  # with a counter, an id of every request without asking the system for randomness each time
+_numbers = itertools.count(1)
 
 
 def _service(room: Room) -> Service:
@@ -153,7 +156,7 @@ def _answer(served: Served, explain: bool, waited: float, total: float) -> Recom
         items=[item(hit) for hit in answer.items],
         model=served.pair.model,
         catalog=served.pair.catalog,
-        request_id=uuid.uuid4().hex,
+        request_id=f"{_process}-{next(_numbers):x}",
         based_on="history" if answer.history_items else "unconditional",
         beam_width=answer.width,
         history_items=answer.history_items,

@@ -158,8 +158,11 @@ class Search:
             return torch.arange(len(scores_C), device=scores_C.device), kept_R
         starts_R = counts_R.cumsum(0) - counts_R
         columns_C = torch.arange(len(scores_C), device=scores_C.device) - starts_R[requests_C]
-        table_RP = torch.full((requests, int(counts_R.max())), -torch.inf, dtype=torch.float64, device=scores_C.device)
-        table_RP[requests_C, columns_C] = scores_C
+        if requests == 1:
+            table_RP = scores_C[None]
+        else:
+            table_RP = torch.full((requests, int(counts_R.max())), -torch.inf, dtype=torch.float64, device=scores_C.device)
+            table_RP[requests_C, columns_C] = scores_C
         ranked = torch.topk(table_RP, int(kept_R.max()), dim=1).values
         threshold_R1 = ranked.gather(1, (kept_R[:, None] - 1).clamp_(min=0))
         above_RP = table_RP > threshold_R1

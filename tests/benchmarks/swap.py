@@ -1,9 +1,10 @@
 """Swap of the live model under 1,000 requests: errors, and latency with and without swaps.
 
 The real stack: a broker of its own, the serving API in a process of its own, requests over HTTP at a steady rate, each on a new connection.
-Runs without and with swaps alternate on the same work. Every answer is compared with what its model gave before: exit 1 where one differs.
+The rate is half of what the stack answered in a short closed loop just before, so that what shows is the swap and not a queue. Runs without and
+with swaps alternate on the same work. Every answer is compared with what its model gave before: exit 1 where one differs.
 
-    python tests/benchmarks/swap.py [--quick] [--json] [--rate 60] [--requests 1000]
+    python tests/benchmarks/swap.py [--quick] [--json] [--requests 1000] [--rate REQUESTS_PER_SECOND]
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ from semantide.shared.version import code_version
 
 LEVEL_SIZES = (64, 64, 64)
 KEY = "benchmark-key"
+SHAPES: dict[bool, dict[str, int]] = {
+    False: {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "head_dim": 32, "intermediate_size": 256},
+    True: {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 128},
+}
 
 
 def machine() -> dict[str, Any]:
@@ -49,9 +54,8 @@ def machine() -> dict[str, Any]:
 class Bench:
     """One stack, two models, a list of requests and their right answers."""
 
-    def __init__(self, folder: Path, url: str, requests: int, rate: float) -> None:
-        self.url, self.rate = url, rate
-        self.folder = folder
+    def __init__(self, url: str, requests: int, rate: float | None) -> None:
+        self.url, self.rate = url, rate or 0.0
         rng = np.random.default_rng(0)
         self.histories = [[f"i{row}" for row in rng.integers(0, 12_000, rng.integers(1, 40))] for _ in range(50)]
         self.bodies = [{"history": self.histories[number % 50], "n": 10, "exclude_ids": self.histories[number % 50]} for number in range(requests)]
@@ -72,9 +76,24 @@ class Bench:
                 [hit["item"] for hit in (await self.post("/v1/recommendations", body))["items"]] for body in self.bodies[: len(self.histories)]
             ]
 
-    async def run(self, swaps: list[str]) -> tuple[list[Reply], list[float]]:
-        """All requests at the rate, with these promotions spread over the time; replies and seconds of each promotion."""
-        seconds = len(self.bodies) / self.rate
+    async def settle(self) -> None:
+        """Without a given rate: half of what 16 clients get in a closed loop."""
+        if self.rate:
+            return
+        left = iter(self.bodies[:160])
+
+        async def client() -> None:
+            for body in left:
+                await self.post("/v1/recommendations", body)
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(16)))
+        self.rate = 0.5 * 160 / (time.perf_counter() - begin)
+
+    async def run(self, swaps: list[str], requests: int | None = None) -> tuple[list[Reply], list[float]]:
+        """All (or some) requests at the rate, with these promotions spread over the time; replies and seconds of each promotion."""
+        bodies = self.bodies[:requests]
+        seconds = len(bodies) / self.rate
         took = []
 
         async def promote() -> None:
@@ -84,7 +103,7 @@ class Bench:
                 await self.post("/v1/serving/promote", {"model": model})
                 took.append(time.perf_counter() - begin)
 
-        replies, _ = await asyncio.gather(storm(self.url, self.bodies, seconds, KEY), promote())
+        replies, _ = await asyncio.gather(storm(self.url, bodies, seconds, KEY), promote())
         return replies, took
 
     def wrong(self, replies: list[Reply]) -> int:
@@ -134,13 +153,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         registry = Registry(connect(broker.url))
         models = []
         for seed in range(2):
-            make_model(folder / f"model-{seed}", seed, catalog, level_sizes=LEVEL_SIZES, num_layers=4, hidden_size=128, num_heads=4, head_dim=32)
+            make_model(folder / f"model-{seed}", seed, catalog, level_sizes=LEVEL_SIZES, **SHAPES[options.quick])
             models.append(store.put("models", folder / f"model-{seed}"))
             registry.register(Candidate(model=models[-1], catalog=catalog))
         registry.promote(registry.resolve(models[0], None))
         process, url = start_stack(folder, broker.url)
         try:
-            bench = Bench(folder, url, options.requests, options.rate)
+            bench = Bench(url, options.requests, options.rate)
             still: list[Reply] = []
             moving: list[Reply] = []
             took: list[float] = []
@@ -148,8 +167,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             async def everything() -> None:
                 await wait_ready(url, process)
                 await bench.learn(models)
+                await bench.settle()
                 for _ in range(1 if options.quick else 3):
-                    still.extend((await bench.run([]))[0])
+                    still.extend((await bench.run([], 250 if options.quick else None))[0])
                     replies, seconds = await bench.run([models[0], models[1], models[0], models[1]])
                     moving.extend(replies)
                     took.extend(seconds)
@@ -168,6 +188,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     measures = {
         "errors": {"value": errors, "unit": "requests", "better": "lower", "baseline": f"of {len(moving)} requests", "at_least": 0, "aim": 0, "runs": runs},
         "errors_without_swap": {"value": sum(reply.status != 200 for reply in still), "unit": "requests", "better": "lower", "runs": runs},
+        "rate": {"value": round(bench.rate, 1), "unit": "requests/s", "better": "higher", "baseline": "half of a closed loop", "runs": runs},
         "swaps": {"value": len(took), "unit": "swaps", "better": "higher", "runs": runs},
         "swap_seconds": {
             "value": round(statistics.median(took), 4),
@@ -189,7 +210,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one pair of runs instead of three")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=60.0, help="requests per second")
+    parser.add_argument("--rate", type=float, help="requests per second; default: half of what a closed loop gets")
     options = parser.parse_args()
     result = measure(options)
     if options.json:
