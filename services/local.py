@@ -104,7 +104,8 @@ def work(name: str, settings: Settings) -> None:
 
 def work_on(job_id: str, settings: Settings) -> int:
     """Run one job in this process."""
-    telemetry.start("job", settings)
+    # The worker that started this process holds the metrics port.
+    telemetry.start("job", settings.model_copy(update={"metrics_port": 0}))
     client = broker.connect(settings.redis_url)
     queues = Queues(settings.redis_url)
     record = Jobs(client).get(job_id)
