@@ -31,7 +31,7 @@ from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.trie import IntArray
 
 DEFAULT_HISTORY_ITEMS = 200
-_MASKS_KEPT = 64
+_MASKS_KEPT = 32
 
 
 @dataclass(frozen=True)
