@@ -66,6 +66,12 @@ class Settings(BaseSettings):
     """Jobs that one worker runs at the same time."""
     job_attempts: int = Field(default=5, ge=1)
     """Times a job is started before a crash of its process counts as failure."""
+    serving_batch: int = Field(default=32, ge=1)
+    """Most recommendation requests answered together, requests."""
+    serving_queue: int = Field(default=2048, ge=1)
+    """Most recommendation requests that wait; beyond it the answer is 429, requests."""
+    serving_deadline_seconds: float = Field(default=10.0, gt=0)
+    """How long a recommendation request may wait before it is given up, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a worker process shows its metrics on loopback. 0: none."""
     otlp_endpoint: str = ""

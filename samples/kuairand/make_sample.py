@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import polars as pl
+
 from semantide.services.ingestion.readers import kuairand
 
 USERS = 2000
