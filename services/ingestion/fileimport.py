@@ -11,6 +11,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ import pyarrow as pa
 
 from semantide.services.ingestion.batches import TIME_UNITS, check_interaction_table
 from semantide.services.ingestion.eventlog import EventLog
+from semantide.services.ingestion.identity import event_hashes
 from semantide.services.ingestion.itemlog import ItemLog
 from semantide.services.ingestion.itemrows import check_item_records
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.readers.chunk import ROWS_PER_CHUNK, Chunk
 from semantide.services.ingestion.readers.formats import Format, ReadOptions
 from semantide.services.ingestion.rows import item_table
-from semantide.services.ingestion.schema import Rejection, Rules
+from semantide.services.ingestion.schema import INTERACTION_SCHEMA, Rejection, Rules
 from semantide.services.ingestion.sources import Source, reopened
 from semantide.shared.contracts import Item
 
@@ -96,6 +98,22 @@ class State:
     items: int = 0
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Chunks that were read and checked and wait to be stored; ``position`` and ``done`` are those after them."""
+
+    index: int
+    found: Format
+    position: str
+    done: int
+    num_rows: int
+    table: pa.Table
+    hashes: list[bytes]
+    items: list[Item]
+    numbers: list[int]
+    rejections: list[Rejection]
+
+
 _FIELDS = tuple(State.__dataclass_fields__)
 
 
@@ -130,19 +148,14 @@ class FileImport:
             if held:
                 yield index, found, held
 
-    def take(self, index: int, found: Format, chunks: list[Chunk]) -> None:
-        """Store some chunks: rows, rejections and progress in one transaction.
-
-        Raises: OSError, sqlite3.OperationalError when it cannot be written; then nothing changed and it can be tried again.
-        """
+    def prepare(self, index: int, found: Format, chunks: list[Chunk]) -> Prepared:
+        """Check some chunks; nothing is stored yet."""
         rules = replace(self.rules, default_action=self.config.default_action, ordinal_time=found.ordinal_time)
-        file = Path(self.sources[index].path).name
         rejections = [rejection for chunk in chunks for rejection in chunk.rejections]
         num_rows = sum(chunk.num_rows + len(chunk.rejections) for chunk in chunks)
         tables: list[pa.Table] = []
         items: list[Item] = []
         numbers: list[int] = []
-        dimension = rules.embedding_dimension
         for chunk in chunks:
             if found.kind == "interactions":
                 assert isinstance(chunk.records, pa.Table)
@@ -151,40 +164,51 @@ class FileImport:
                 rejections.extend(checked.rejections)
             else:
                 records = chunk.records.to_pylist() if isinstance(chunk.records, pa.Table) else chunk.records
-                good, rows, bad = check_item_records(records, replace(rules, embedding_dimension=dimension), chunk.rows)
-                dimension = dimension or next((len(item.embedding) for item in good if item.embedding), None)
+                good, rows, bad = check_item_records(records, replace(rules, embedding_dimension=self.rules.embedding_dimension), chunk.rows)
+                if self.rules.embedding_dimension is None:
+                    # The first vector of a catalogue without any decides for the rest of the import.
+                    self.rules = replace(self.rules, embedding_dimension=next((len(item.embedding) for item in good if item.embedding), None))
                 items.extend(good)
                 numbers.extend(rows)
                 rejections.extend(bad)
+        table = pa.concat_tables(tables).combine_chunks() if tables else INTERACTION_SCHEMA.empty_table()
+        return Prepared(index, found, chunks[-1].position, chunks[-1].done, num_rows, table, event_hashes(table), items, numbers, rejections)
+
+    def take(self, part: Prepared) -> None:
+        """Store some checked chunks: rows, rejections and progress in one transaction.
+
+        Raises: OSError, sqlite3.OperationalError when it cannot be written; then nothing changed and it can be tried again.
+        """
+        file = Path(self.sources[part.index].path).name
+        rejections, items = list(part.rejections), part.items
         state = self.state
         try:
             with self.manifest.writing() as connection:
                 accepted = duplicates = 0
-                if found.kind == "interactions":
-                    table = pa.concat_tables(tables).combine_chunks()
-                    accepted = len(self.events.append(table, origin=self.job))
-                    duplicates = table.num_rows - accepted
+                if part.found.kind == "interactions":
+                    accepted = len(self.events.append(part.table, part.hashes, origin=self.job))
+                    duplicates = part.table.num_rows - accepted
                 elif items:
                     # All rows of an import have one version, the moment of its start: an id that has it already came earlier in these files.
                     repeated = self.items.append(item_table(items), self.version)
                     for row in repeated:
                         rejections.append(
                             Rejection(
-                                numbers[row], "id", items[row].id, "duplicate item id: an earlier row of this import has it", "keep one row for each item"
+                                part.numbers[row], "id", items[row].id, "duplicate item id: an earlier row of this import has it", "keep one row for each item"
                             )
                         )
                     accepted = len(items) - len(repeated)
                 rejects_bytes = self._write_rejects(rejections, file)
                 state = State(
-                    file=index,
-                    position=chunks[-1].position,
-                    done=chunks[-1].done,
-                    num_rows=self.state.num_rows + num_rows,
+                    file=part.index,
+                    position=part.position,
+                    done=part.done,
+                    num_rows=self.state.num_rows + part.num_rows,
                     accepted=self.state.accepted + accepted,
                     duplicates=self.state.duplicates + duplicates,
                     rejected=self.state.rejected + len(rejections),
                     rejects_bytes=rejects_bytes,
-                    items=self.state.items + (accepted if found.kind == "items" else 0),
+                    items=self.state.items + (accepted if part.found.kind == "items" else 0),
                 )
                 values = [getattr(state, name) for name in _FIELDS]
                 connection.execute(f"INSERT OR REPLACE INTO imports (job, {', '.join(_FIELDS)}) VALUES (?{', ?' * len(_FIELDS)})", (self.job, *values))
@@ -192,8 +216,6 @@ class FileImport:
             self._cut_rejects()
             raise
         self.state = state
-        # The first vector of a catalogue without any decides for the rest of the import.
-        self.rules = replace(self.rules, embedding_dimension=dimension)
 
     @property
     def version(self) -> int:
@@ -234,16 +256,26 @@ class FileImport:
 
 def run_through(work: FileImport, *, check: Callable[[], None], retry: Callable[[Exception], bool], report: Callable[[FileImport], None]) -> None:
     """Import everything that is left. ``retry`` is asked after a write that failed, and waits before it says yes."""
-    for index, found, chunks in work.chunks():
-        while True:
-            check()
-            try:
-                work.take(index, found, chunks)
-                break
-            except (OSError, sqlite3.OperationalError) as error:
-                if not retry(error):
-                    raise
-        report(work)
+    groups = work.chunks()
+
+    def following() -> Prepared | None:
+        group = next(groups, None)
+        return None if group is None else work.prepare(*group)
+
+    # The next chunk is read and checked while this one is written.
+    with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
+        ahead = reader.submit(following)
+        while (part := ahead.result()) is not None:
+            ahead = reader.submit(following)
+            while True:
+                check()
+                try:
+                    work.take(part)
+                    break
+                except (OSError, sqlite3.OperationalError) as error:
+                    if not retry(error):
+                        raise
+            report(work)
 
 
 def result_of(work: FileImport, skipped: Mapping[str, str], rows_per_second: float) -> dict[str, Any]:
