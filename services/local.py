@@ -45,6 +45,7 @@ def _door(room: str, door: str) -> ModuleType | None:
 def serve(names: list[str], settings: Settings) -> None:
     """Run the APIs of some rooms on one port."""
     import uvicorn
+
     from semantide.shared import operations_api
     from semantide.shared.http import build_app
 
@@ -104,7 +105,8 @@ def work(name: str, settings: Settings) -> None:
 
 def work_on(job_id: str, settings: Settings) -> int:
     """Run one job in this process."""
-    telemetry.start("job", settings)
+    # The worker that started this process holds the metrics port.
+    telemetry.start("job", settings.model_copy(update={"metrics_port": 0}))
     client = broker.connect(settings.redis_url)
     queues = Queues(settings.redis_url)
     record = Jobs(client).get(job_id)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from semantide.shared.errors import Conflict
 from semantide.shared.trie import IntArray, Trie
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
 from semantide.services.commandline.client import Client
 from semantide.shared.contracts import ENDED, JobRecord
 from semantide.shared.errors import TransientError

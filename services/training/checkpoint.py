@@ -1,7 +1,7 @@
 """Checkpoints: one folder each, written aside and renamed, so that a kill at any point leaves the last complete one.
 
-    checkpoints/step-000000120/state.safetensors   every tensor
-                               state.json          everything else, and the digest of state.safetensors
+checkpoints/step-000000120/state.safetensors   every tensor
+                           state.json          everything else, and the digest of state.safetensors
 """
 
 from __future__ import annotations

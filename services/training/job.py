@@ -134,7 +134,15 @@ def evaluate_models(job: JobContext) -> JobOutcome:
         aside = kept.with_suffix(".incoming")
         aside.write_text(json.dumps(rows))
         aside.replace(kept)
-    result = {"rows": rows, "part": config.part, "ks": list(config.ks), "beam_width": config.beam_width, "ranking": "full", "users": len(cases), "items": len(dataset.item_ids)}
+    result = {
+        "rows": rows,
+        "part": config.part,
+        "ks": list(config.ks),
+        "beam_width": config.beam_width,
+        "ranking": "full",
+        "users": len(cases),
+        "items": len(dataset.item_ids),
+    }
     return JobOutcome({}, result)
 
 
@@ -165,7 +173,11 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         begin_at_codebooks(generator, read_codebooks(job.store.get(job.spec.inputs["catalog"])), config.codebook_share, job.spec.seed)
     generator = generator.to(device)
     tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
-    return generator, NextToken(generator, tokens, config), GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width)
+    return (
+        generator,
+        NextToken(generator, tokens, config),
+        GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
+    )
 
 
 def _input(job: JobContext, name: str) -> str:
@@ -176,6 +188,3 @@ def _input(job: JobContext, name: str) -> str:
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-

@@ -101,16 +101,35 @@ def small() -> TrainConfig:
 def base() -> TrainConfig:
     """Tens of millions of parameters, for an accelerator and millions of histories."""
     shape = GeneratorConfig(
-        num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1536, dropout=0.1, embedding_dropout=0.1, initializer_range=0.02
+        num_layers=8,
+        hidden_size=512,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        dropout=0.1,
+        embedding_dropout=0.1,
+        initializer_range=0.02,
     )
     return TrainConfig(
-        "base", generator=shape, learning_rate=6e-4, items_per_batch=16384, max_items=200, crop="cover", warmup_steps=1000, epochs=20, valid_users=5000, valid_beam_width=50
+        "base",
+        generator=shape,
+        learning_rate=6e-4,
+        items_per_batch=16384,
+        max_items=200,
+        crop="cover",
+        warmup_steps=1000,
+        epochs=20,
+        valid_users=5000,
+        valid_beam_width=50,
     )
 
 
 def sasrec() -> TrainConfig:
     """The baseline: SASRec with a softmax loss over all items."""
-    return TrainConfig("sasrec", model_type="sasrec", sasrec=SASRecConfig(dropout=0.3, embedding_dropout=0.3), learning_rate=2e-3, weight_decay=0.01, epochs=14, patience=3)
+    return TrainConfig(
+        "sasrec", model_type="sasrec", sasrec=SASRecConfig(dropout=0.3, embedding_dropout=0.3), learning_rate=2e-3, weight_decay=0.01, epochs=14, patience=3
+    )
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "base": base, "sasrec": sasrec}

@@ -191,7 +191,9 @@ class Trainer:
         return tensors
 
     def _save(self) -> None:
-        self._checkpoints.save(self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed})
+        self._checkpoints.save(
+            self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+        )
         self._saved_at = self.listener.clock()
 
     def _restore(self) -> None:
@@ -200,7 +202,9 @@ class Trainer:
             return
         tensors, saved = found
         if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
-            raise Conflict(f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own")
+            raise Conflict(
+                f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
+            )
         self.state = RunState(**saved["run"])
         for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             with torch.no_grad():

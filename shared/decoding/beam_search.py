@@ -32,7 +32,8 @@ _LOWEST = -1e300  # of a valid candidate; below it only padding (-inf)
 class Hits:
     """The best items of each request, best first; equal scores in the order of their codes.
 
-    ``complete`` says that no item outside the list can score higher: every prefix that was dropped scores below the request's last result (log-probabilities only fall).
+    ``complete`` says that no item outside the list can score higher: every prefix that was dropped scores below the request's last result
+    (log-probabilities only fall).
     ``dead_ends`` counts beams below which nothing allowed was left.
 
     Shapes: ``rows_RW`` int64 (catalog row, -1 past the end), ``scores_RW`` float64 (log-probability, -inf past the end), ``level_scores_RWL`` float64,
@@ -101,31 +102,31 @@ class Search:
         positions_C = torch.repeat_interleave(torch.arange(len(beams_B), device=trie.device), counts_B)
         starts_B = counts_B.cumsum(0) - counts_B
         children_C = torch.arange(len(positions_C), device=trie.device) + (first_B - starts_B)[positions_C]
-        slots_C = beams_B[positions_C]
-        self.candidates += len(slots_C)
+        self.candidates += len(children_C)
 
-        codes_C = trie.tokens[level][children_C]
-        logits_C = logits.reshape(requests * width, num_codes)[slots_C, codes_C].double()
+        logits_NK = logits.reshape(requests * width, num_codes)
         if self._normalisation == "row":
-            norms_B = torch.logsumexp(logits.reshape(requests * width, num_codes)[beams_B].float(), 1).double()
+            rows_BK = logits_NK if len(beams_B) == len(logits_NK) else logits_NK[beams_B]
+            norms_B = torch.logsumexp(rows_BK.float(), 1).double()
         else:
-            norms_B = _segment_logsumexp(logits_C, positions_C, len(beams_B))
+            norms_B = _segment_logsumexp(logits_NK[beams_B[positions_C], trie.tokens[level][children_C]].double(), positions_C, len(beams_B))
         if not bool(torch.isfinite(norms_B).all()):
             raise PermanentError(
                 f"the model's logits of level {level} are not finite numbers: its weights are damaged or overflow their type; promote another model"
             )
-        step_C = (logits_C - norms_B[positions_C]).clamp_(min=_LOWEST)
-        scores_C = (self._scores_RW.flatten()[slots_C] + step_C).clamp_(min=_LOWEST)
-        requests_C = slots_C // width
 
         if self._filter is not None:
-            keep = self._filter.alive(level + 1, requests_C, children_C)
+            alive_C = self._filter.alive(level + 1, beams_B[positions_C] // width, children_C).nonzero().squeeze(1)
+            children_C, positions_C = children_C[alive_C], positions_C[alive_C]
             if level:
-                ended_B = torch.bincount(positions_C[keep], minlength=len(beams_B)) == 0
+                ended_B = torch.bincount(positions_C, minlength=len(beams_B)) == 0
                 self._dead_ends_R += torch.bincount(beams_B[ended_B] // width, minlength=requests)
-            children_C, codes_C, slots_C, step_C, scores_C, requests_C = (
-                values[keep] for values in (children_C, codes_C, slots_C, step_C, scores_C, requests_C)
-            )
+        slots_C = beams_B[positions_C]
+        requests_C = slots_C // width
+        codes_C = trie.tokens[level][children_C]
+        # A code of probability zero is still a valid one: it stays above the padding.
+        step_C = (logits_NK[slots_C, codes_C].double() - norms_B[positions_C]).clamp_(min=_LOWEST)
+        scores_C = (self._scores_RW.flatten()[slots_C] + step_C).clamp_(min=_LOWEST)
 
         chosen_C, kept_R = self._best(scores_C, requests_C, requests)
         beams = max(int(kept_R.max()), 1)
@@ -157,8 +158,11 @@ class Search:
             return torch.arange(len(scores_C), device=scores_C.device), kept_R
         starts_R = counts_R.cumsum(0) - counts_R
         columns_C = torch.arange(len(scores_C), device=scores_C.device) - starts_R[requests_C]
-        table_RP = torch.full((requests, int(counts_R.max())), -torch.inf, dtype=torch.float64, device=scores_C.device)
-        table_RP[requests_C, columns_C] = scores_C
+        if requests == 1:
+            table_RP = scores_C[None]
+        else:
+            table_RP = torch.full((requests, int(counts_R.max())), -torch.inf, dtype=torch.float64, device=scores_C.device)
+            table_RP[requests_C, columns_C] = scores_C
         ranked = torch.topk(table_RP, int(kept_R.max()), dim=1).values
         threshold_R1 = ranked.gather(1, (kept_R[:, None] - 1).clamp_(min=0))
         above_RP = table_RP > threshold_R1
@@ -207,8 +211,8 @@ def beam_search(
 ) -> Hits:
     """The best items of R requests, found with ``widths`` beams (one width for all, or one each).
 
-    ``normalisation`` "row" takes log-probabilities over the level's full code row, as in training; "children" over the codes that the catalog has below the beam
-    (before filters, so that a filter never changes a score). With a ``clock``, ``seconds`` says where the time went.
+    ``normalisation`` "row" takes log-probabilities over the level's full code row, as in training; "children" over the codes that the catalog has
+    below the beam (before filters, so that a filter never changes a score). With a ``clock``, ``seconds`` says where the time went.
 
     Shapes: ``tokens_T`` [T], ``offsets_R1`` [R + 1], as in ``StepModel.begin``.
 

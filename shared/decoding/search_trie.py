@@ -80,8 +80,8 @@ class SearchTrie:
         """
         if allowed.shape != (len(self),):
             raise ValueError(f"the mask has shape {allowed.shape} and the catalog {len(self)} items: give one flag per item")
-        counts = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.device)
-        torch.cumsum(torch.as_tensor(allowed, device=self.device)[self.leaf_items], 0, out=counts[1:])
+        counts = torch.zeros(len(self) + 1, dtype=torch.int32, device=self.device)  # several are kept, each as long as the catalog
+        torch.cumsum(torch.as_tensor(allowed, device=self.device)[self.leaf_items], 0, dtype=torch.int32, out=counts[1:])
         return counts
 
 
@@ -110,7 +110,8 @@ class ItemFilter:
     def build(cls, trie: SearchTrie, masks: Sequence[Tensor], mask_of: Sequence[int], excluded_rows: Sequence[Sequence[int] | IntArray]) -> ItemFilter:
         """Join what the requests of a batch allow.
 
-        ``masks`` are ``prefix_counts`` of distinct masks, ``mask_of[r]`` says which one request r uses, ``excluded_rows[r]`` are catalog rows that it must not get.
+        ``masks`` are ``prefix_counts`` of distinct masks, ``mask_of[r]`` says which one request r uses, ``excluded_rows[r]`` are catalog rows that it
+        must not get.
         """
         if len(mask_of) != len(excluded_rows):
             raise ValueError(f"{len(mask_of)} requests have a mask and {len(excluded_rows)} an exclude list: give one of each per request")
@@ -137,5 +138,5 @@ class ItemFilter:
         count = self.counts_BN1[masks, last] - self.counts_BN1[masks, first]
         if len(self.excluded_E):
             base = requests_C * (len(self.trie) + 1)
-            count -= torch.searchsorted(self.excluded_E, base + last) - torch.searchsorted(self.excluded_E, base + first)
+            count = count - torch.searchsorted(self.excluded_E, base + last) + torch.searchsorted(self.excluded_E, base + first)
         return count > 0

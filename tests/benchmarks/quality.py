@@ -132,11 +132,15 @@ def train_and_measure(dataset: Dataset, quick: bool, run: Run) -> dict[str, Any]
 
     def validate() -> dict[str, float]:
         figures = evaluate(ranker, valid, ks=(10,), num_items=items, exclude_seen=False)
-        sys.stderr.write(f"{run.name} seed {run.seed}: {time.monotonic() - begin:.0f} s, validation R@10 {figures['recall@10']:.4f} N@10 {figures['ndcg@10']:.4f}\n")
+        sys.stderr.write(
+            f"{run.name} seed {run.seed}: {time.monotonic() - begin:.0f} s, validation R@10 {figures['recall@10']:.4f} N@10 {figures['ndcg@10']:.4f}\n"
+        )
         return figures
 
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(config, objective, Sampler(dataset.train_histories(), config, run.seed), validate, Listener(time.monotonic), Path(scratch), seed=run.seed)
+        trainer = Trainer(
+            config, objective, Sampler(dataset.train_histories(), config, run.seed), validate, Listener(time.monotonic), Path(scratch), seed=run.seed
+        )
         state = trainer.run()
     trained = time.monotonic() - begin
     if run.codes is not None:
@@ -190,10 +194,20 @@ def measures_of(name: str, results: list[dict[str, Any]], quick: bool) -> dict[s
         for seen in (False, True):
             for metric in (f"{kind}@{k}" for k in KS for kind in ("recall", "ndcg")):
                 values = [result["rows"][seen][metric] for result in own]
-                entry: dict[str, Any] = {"value": float(np.mean(values)), "unit": "share", "better": "higher", "runs": len(values), "spread": float(np.std(values))}
+                entry: dict[str, Any] = {
+                    "value": float(np.mean(values)),
+                    "unit": "share",
+                    "better": "higher",
+                    "runs": len(values),
+                    "spread": float(np.std(values)),
+                }
                 bound = SETTINGS[name]["bounds"].get((model, int(metric.split("@")[1]), seen))
                 if bound and not quick:
-                    entry |= {"baseline": bound[0], "at_least": bound[1 if metric.startswith("recall") else 3], "aim": bound[2 if metric.startswith("recall") else 4]}
+                    entry |= {
+                        "baseline": bound[0],
+                        "at_least": bound[1 if metric.startswith("recall") else 3],
+                        "aim": bound[2 if metric.startswith("recall") else 4],
+                    }
                 measures[f"{name}_{model}_{metric.replace('@', '')}_{'filtered' if seen else 'unfiltered'}"] = entry
     return measures
 
@@ -221,7 +235,9 @@ def main() -> int:
     popularity = PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))
     test = cases_of(dataset, "test", 300 if options.quick else None)
     rows = {seen: evaluate(popularity, test, ks=KS, num_items=len(dataset.item_ids), exclude_seen=seen) for seen in (False, True)}
-    results: list[dict[str, Any]] = [{"name": "popularity", "seed": 0, "rows": rows, "epochs": 0, "best_epoch": 0, "parameters": 0, "train_seconds": 0.0, "seconds": 0.0}]
+    results: list[dict[str, Any]] = [
+        {"name": "popularity", "seed": 0, "rows": rows, "epochs": 0, "best_epoch": 0, "parameters": 0, "train_seconds": 0.0, "seconds": 0.0}
+    ]
     with multiprocessing.get_context("spawn").Pool(min(options.workers, len(runs))) as pool:
         results += pool.imap_unordered(partial(train_and_measure, dataset, options.quick), runs)
     results.sort(key=lambda result: (result["name"], result["seed"]))
@@ -241,11 +257,15 @@ def main() -> int:
     for result in results:
         for seen in (False, True):
             figures = "".join(f"{result['rows'][seen][metric]:>12.4f}" for metric in metrics)
-            print(f"{result['name']:<12}{result['seed']:>5} {'on' if seen else 'off':<12}{figures}{result['best_epoch']:>8}{result['train_seconds']:>9.0f}{result['parameters']:>10}")
+            print(
+                f"{result['name']:<12}{result['seed']:>5} {'on' if seen else 'off':<12}{figures}{result['best_epoch']:>8}{result['train_seconds']:>9.0f}{result['parameters']:>10}"
+            )
     for measure, entry in measures.items():
         if "at_least" in entry:
             verdict = "met" if entry["value"] >= entry["at_least"] else "MISSED"
-            print(f"{measure}: {entry['value']:.4f} +- {entry['spread']:.4f} over {entry['runs']} seeds; at least {entry['at_least']} ({entry['baseline']}): {verdict}; aim {entry['aim']}")
+            print(
+                f"{measure}: {entry['value']:.4f} +- {entry['spread']:.4f} over {entry['runs']} seeds; at least {entry['at_least']} ({entry['baseline']}): {verdict}; aim {entry['aim']}"
+            )
     return 0
 
 

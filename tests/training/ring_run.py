@@ -26,7 +26,9 @@ from semantide.shared.trie import Trie
 
 def main(folder: Path, pause_seconds: float) -> None:
     codes = np.stack([np.arange(24) // 6, np.arange(24) % 6], 1).astype(np.int64)
-    config = replace(tiny(), epochs=4, items_per_batch=40, ema=0.9, muon_rate=0.01, skip_rate=0.1, crop="random", max_items=6, log_every=1, warmup_steps=3, patience=3)
+    config = replace(
+        tiny(), epochs=4, items_per_batch=40, ema=0.9, muon_rate=0.01, skip_rate=0.1, crop="random", max_items=6, log_every=1, warmup_steps=3, patience=3
+    )
     torch.manual_seed(0)
     shape = GeneratorConfig((4, 6), num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16, dropout=0.2, token_dropout=0.1)
     model = Generator(shape)

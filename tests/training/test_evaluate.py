@@ -22,7 +22,9 @@ HISTORIES = [np.array([3, 1, 4]), np.array([1]), np.array([5, 9, 2, 6, 5, 3, 5])
 
 def generator(levels: tuple[int, ...]) -> Generator:
     torch.manual_seed(1)
-    return Generator(GeneratorConfig(levels, num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16, initializer_range=0.5))
+    return Generator(
+        GeneratorConfig(levels, num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16, initializer_range=0.5)
+    )
 
 
 @pytest.mark.parametrize("seen", [False, True])

@@ -18,7 +18,13 @@ from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.models.generator import Generator
 
 MakeJob = Callable[..., JobContext]
-QUICK = {"epochs": 6, "items_per_batch": 64, "warmup_steps": 5, "learning_rate": 1e-2, "generator": {"num_layers": 1, "hidden_size": 32, "dropout": 0.0, "embedding_dropout": 0.0}}
+QUICK = {
+    "epochs": 6,
+    "items_per_batch": 64,
+    "warmup_steps": 5,
+    "learning_rate": 1e-2,
+    "generator": {"num_layers": 1, "hidden_size": 32, "dropout": 0.0, "embedding_dropout": 0.0},
+}
 
 
 def test_training_stores_a_model_with_all_it_needs_and_tells_serving(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, queues: Any) -> None:
@@ -62,11 +68,15 @@ def test_one_seed_gives_one_digest_cancelled_in_between_or_not(make_job: MakeJob
 def test_evaluation_puts_popularity_sasrec_and_the_generator_side_by_side(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, queues: Any) -> None:
     generator = run(make_job("train", recipe="tiny", config=QUICK, inputs=inputs)).artifacts["model"]
     sent = len(queues.sent)
-    baseline = run(make_job("train", recipe="sasrec", config={"epochs": 6, "items_per_batch": 64, "warmup_steps": 5}, inputs={"dataset": inputs["dataset"]})).artifacts["model"]
+    baseline = run(
+        make_job("train", recipe="sasrec", config={"epochs": 6, "items_per_batch": 64, "warmup_steps": 5}, inputs={"dataset": inputs["dataset"]})
+    ).artifacts["model"]
     assert len(queues.sent) == sent, "only a generator is for serving"
     job = make_job("evaluate", config={"ks": [1, 10], "beam_width": 20}, inputs={**inputs, "model": generator, "baseline": baseline})
     result = run(job).result
-    assert [(row["model"], row["exclude_seen"]) for row in result["rows"]] == [(name, seen) for name in ("popularity", "sasrec", "generator") for seen in (False, True)]
+    assert [(row["model"], row["exclude_seen"]) for row in result["rows"]] == [
+        (name, seen) for name in ("popularity", "sasrec", "generator") for seen in (False, True)
+    ]
     by_name = {(row["model"], row["exclude_seen"]): row["metrics"] for row in result["rows"]}
     assert by_name["generator", False]["recall@10"] > by_name["popularity", False]["recall@10"] + 0.2
     assert by_name["sasrec", False]["recall@10"] > by_name["popularity", False]["recall@10"]

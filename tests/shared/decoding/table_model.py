@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class TableModel:
 
     def begin(self, tokens_T: Tensor, offsets_R1: Tensor) -> tuple[Tensor, Any]:
         bounds = offsets_R1.tolist()
-        hashes = torch.tensor([[int(tokens_T[a:b].sum() * 31 + (b - a)) % self.rows] for a, b in zip(bounds, bounds[1:], strict=False)])
+        hashes = torch.tensor([[int(tokens_T[a:b].sum() * 31 + (b - a)) % self.rows] for a, b in pairwise(bounds)])
         self.calls.append((0, len(hashes), 1))
         return self.tables[0][hashes[:, 0]], {"hashes": hashes}
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from semantide.shared.decoding.beam_search import Search, beam_search
 from semantide.shared.decoding.brute_force import best_items, score_every_item
 from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
@@ -105,7 +106,7 @@ def test_a_thousand_items_equal_brute_force_at_every_kind_of_width():
 
 def test_requests_of_one_batch_do_not_touch_each_other():
     level_sizes = (9, 8, 7, 3)
-    codes, trie = catalog(5, 300, level_sizes)
+    _, trie = catalog(5, 300, level_sizes)
     model = TableModel(level_sizes, 5)
     tokens, offsets = prompts(torch.Generator().manual_seed(5), 5)
     widths = [1, 300, 7, 64, 2]

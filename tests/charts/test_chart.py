@@ -1,0 +1,288 @@
+"""The chart, rendered by real Helm and checked against Kubernetes' own schemas."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from semantide.services import local
+from semantide.shared.config import Settings
+from semantide.shared.contracts import ROOMS
+
+PROFILES = ("", "cpu", "nvidia", "ascend")
+VERSIONS = ("1.28", "1.33", "1.37")
+# What the chart sets itself.
+OWN_SETTINGS = {"data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port"}
+Manifest = dict[str, Any]
+Render = Callable[..., list[Manifest]]
+Refuse = Callable[..., str]
+
+# Everything that is off by default is on.
+FULL = """
+imagePullSecrets: {registry: true}
+apis:
+  serving: {}
+ingressEnabled: true
+ingressClassName: nginx
+ingressHost: shop.example
+ingressTlsSecret: shop-tls
+ingressAnnotations: {example.com/timeout: "60"}
+ingressPaths: {/v1/recommendations: serving}
+networkPolicyApiNamespaces: {ingress: true, unused: false}
+environmentSecret: object-store
+apiKeysSecret: keys
+redisEnabled: false
+redisUrlSecret: broker
+dataExistingClaim: big-share
+dataAccessMode: ReadWriteMany
+serviceAccountCreate: false
+serviceAccountName: semantide
+settings: {maxBodyBytes: 33554432, historyTtlSeconds: 7776000, logLevel: DEBUG, actions: {click: 1.5, order: 3}}
+workers:
+  serving: {podAnnotations: {a: b}, priorityClassName: high, runtimeClassName: other, tolerations: {dedicated: {operator: Equal, value: shop, effect: NoSchedule}}}
+"""
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
+
+
+def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    for manifest in manifests:
+        name = f"{manifest['kind']} {manifest['metadata']['name']}"
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            yield name, manifest["spec"]["template"]
+        elif manifest["kind"] == "Pod":
+            yield name, manifest
+
+
+def environment(pod: Manifest) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in pod["spec"]["containers"][0]["env"]}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("values") / "full.yaml"
+    path.write_text(FULL)
+    return str(path)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_lint_is_strict_and_clean(lint: ModuleType, profile: str) -> None:
+    outcome = lint.helm("lint", "--strict", str(lint.CHART), *lint.profile_options(profile))
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "WARNING" not in outcome.stdout
+
+
+def test_every_profile_is_a_file(lint: ModuleType) -> None:
+    files = {path.stem.removeprefix("values").removeprefix("-") for path in lint.CHART.glob("values*.yaml")}
+    assert files == set(PROFILES) == set(lint.PROFILES)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_are_valid(render: Render, full: str, version: str) -> None:
+    options = [("",), ("cpu",), ("nvidia",), ("ascend",), ("", "--values", full)]
+    manifests = [manifest for each in options for manifest in render(*each, "--kube-version", f"{version}.0")]
+    # Most are the same under every profile.
+    for text in {json.dumps(manifest, sort_keys=True) for manifest in manifests if manifest["kind"] != "Secret"}:
+        kubernetes_validate.validate(json.loads(text), version, strict=True)
+    kubernetes_validate.validate(next(manifest for manifest in manifests if manifest["kind"] == "Secret"), version, strict=True)
+
+
+def test_older_clusters_are_refused(refuse: Refuse) -> None:
+    assert "1.28.0" in refuse("--kube-version", "1.27.9")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_deployment_for_every_room_and_its_command_exists(render: Render, profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(local, "serve", lambda names, settings: ran.append(["api", *names]))
+    monkeypatch.setattr(local, "work", lambda name, settings: ran.append(["worker", name]))
+    deployments = of_kind(render(profile), "Deployment")
+    assert set(deployments) == {"shop-semantide-api", *(f"shop-semantide-worker-{room}" for room in ROOMS)}
+    for deployment in deployments.values():
+        program, *arguments = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+        assert program == "semantide"
+        assert local.main(arguments) == 0
+    assert sorted(ran) == sorted([["api", *ROOMS], *(["worker", room] for room in ROOMS)])
+
+
+@pytest.mark.parametrize("options", [(profile,) for profile in PROFILES] + [("", "FULL")])
+def test_every_pod_is_locked_down(render: Render, full: str, options: tuple[str, ...]) -> None:
+    manifests = render(options[0], "--values", full) if "FULL" in options else render(*options)
+    found = list(pods(manifests))
+    assert len(found) >= 6
+    for name, pod in found:
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["runAsUser"] >= 1, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert spec["automountServiceAccountToken"] is False, name
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert container["resources"]["requests"], name
+            assert container["resources"]["limits"]["memory"], name
+    for name, pod in found:
+        if "Pod " not in name:
+            assert {"name": "tmp", "emptyDir": {}} in pod["spec"]["volumes"], name
+            assert pod["spec"]["containers"][0]["livenessProbe"], name
+
+
+def test_selectors_find_their_pods_alone(render: Render, full: str) -> None:
+    for manifests in (render(), render("", "--values", full)):
+        labels = {name: pod["metadata"]["labels"] for name, pod in pods(manifests)}
+        selectors = [m["spec"]["selector"] for m in of_kind(manifests, "Service").values()]
+        selectors += [m["spec"]["selector"]["matchLabels"] for m in of_kind(manifests, "Deployment").values()]
+        selectors += [m["spec"]["podSelector"]["matchLabels"] for m in of_kind(manifests, "NetworkPolicy").values()]
+        for selector in selectors:
+            assert sum(selector.items() <= have.items() for have in labels.values()) == 1, selector
+
+
+def test_only_the_rooms_reach_the_broker(render: Render) -> None:
+    manifests = render()
+    allowed = of_kind(manifests, "NetworkPolicy")["shop-semantide-redis"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    reaching = {name for name, pod in pods(manifests) if allowed.items() <= pod["metadata"]["labels"].items()}
+    assert reaching == {f"Deployment {name}" for name in of_kind(manifests, "Deployment")}
+
+
+def test_the_api_is_asked_for_health_and_readiness_by_name(render: Render) -> None:
+    container = of_kind(render(), "Deployment")["shop-semantide-api"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    test = of_kind(render(), "Pod")["shop-semantide-api-ready"]
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert "http://shop-semantide-api:8000/readyz" in test["spec"]["containers"][0]["command"][-1]
+
+
+def test_the_broker_keeps_every_acknowledged_write(render: Render) -> None:
+    redis = of_kind(render(), "StatefulSet")["shop-semantide-redis"]["spec"]
+    command = redis["template"]["spec"]["containers"][0]["command"]
+    options = dict(zip(command[1::2], command[2::2], strict=True))
+    assert options["--appendonly"] == "yes" and options["--appendfsync"] == "always" and options["--maxmemory-policy"] == "noeviction"
+    assert options["--requirepass"] == "$(REDISCLI_AUTH)"
+    assert redis["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] == "8Gi"
+
+
+def test_generated_keys_agree(render: Render) -> None:
+    manifests = render()
+    secret = {name: base64.b64decode(value).decode() for name, value in of_kind(manifests, "Secret")["shop-semantide-keys"]["data"].items()}
+    assert len(secret["api-keys"]) >= 32 and len(secret["redis-password"]) >= 32
+    assert secret["redis-url"] == f"redis://:{secret['redis-password']}@shop-semantide-redis:6379/0"
+    assert "shop-semantide-redis" in of_kind(manifests, "Service")
+
+
+def test_secrets_of_ones_own_are_referred_to(render: Render, full: str) -> None:
+    manifests = render("", "--values", full)
+    assert not of_kind(manifests, "Secret") and not of_kind(manifests, "StatefulSet") and not of_kind(manifests, "PersistentVolumeClaim")
+    for name, deployment in of_kind(manifests, "Deployment").items():
+        pod = deployment["spec"]["template"]
+        assert environment(pod)["SEMANTIDE_REDIS_URL"] == {"secretKeyRef": {"name": "broker", "key": "redis-url"}}
+        assert environment(pod).get("SEMANTIDE_API_KEYS") == ({"secretKeyRef": {"name": "keys", "key": "api-keys"}} if "-api" in name else None)
+        assert {"secretRef": {"name": "object-store"}} in pod["spec"]["containers"][0]["envFrom"]
+        assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "big-share"
+        assert "affinity" not in pod["spec"]
+
+
+def test_settings_arrive_as_they_were_written(render: Render, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = of_kind(render("", "--values", full), "ConfigMap")["shop-semantide-settings"]["data"]
+    for name, value in data.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert (settings.max_body_bytes, settings.history_ttl_seconds, settings.log_level) == (33554432, 7776000, "DEBUG")
+    assert settings.actions == {"click": 1.5, "order": 3.0}
+    assert settings.data_dir == Path("/data") and settings.host == "0.0.0.0"
+    assert settings.import_folders == [Path("/data/uploads"), Path("/data/uploads")]
+
+
+def test_the_schema_knows_every_setting(lint: ModuleType) -> None:
+    schema = json.loads((lint.CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
+    expected = {
+        re.sub(r"_(\w)", lambda found: found[1].upper(), name): field.description for name, field in Settings.model_fields.items() if name not in OWN_SETTINGS
+    }
+    assert {name: entry["description"] for name, entry in schema.items()} == expected
+
+
+def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
+    schema = json.loads((lint.CHART / "values.schema.json").read_text())["properties"]
+    assert set(schema["workers"]["properties"]) == set(ROOMS)
+    assert set(schema["apis"]["properties"]) == {"all", *ROOMS}
+    assert set(schema) - {"global"} == set(yaml.safe_load((lint.CHART / "values.yaml").read_text()))
+
+
+@pytest.mark.parametrize(("profile", "resource"), [("nvidia", "nvidia.com/gpu"), ("ascend", "huawei.com/Ascend910")])
+def test_training_takes_the_accelerator(render: Render, profile: str, resource: str) -> None:
+    deployments = of_kind(render(profile), "Deployment")
+    for name, deployment in deployments.items():
+        resources = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
+        expected = "1" if name == "shop-semantide-worker-training" else None
+        assert (resources["requests"].get(resource), resources["limits"].get(resource)) == (expected, expected)
+    other = render(profile, "--set-json", json.dumps({resource: None, "huawei.com/Ascend310P": "4"}).join(["workers.training.accelerators=", ""]))
+    limits = of_kind(other, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["huawei.com/Ascend310P"] == "4" and resource not in limits
+
+
+def test_one_node_volumes_keep_pods_together(render: Render) -> None:
+    for deployment in of_kind(render(), "Deployment").values():
+        template = deployment["spec"]["template"]
+        term = template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
+        # The first pod of all is only let through where it matches its own term.
+        assert term["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+def test_a_null_leaves_a_room_out(render: Render) -> None:
+    deployments = of_kind(render("", "--set", "workers.training=null,workers.serving.replicas=0,workers.ingestion.replicas=null"), "Deployment")
+    replicas = {name.removeprefix("shop-semantide-"): deployment["spec"]["replicas"] for name, deployment in deployments.items()}
+    assert replicas == {"api": 1, "worker-ingestion": 1, "worker-tokenization": 1, "worker-serving": 0}
+
+
+def test_the_ingress_leads_where_it_says(render: Render, full: str) -> None:
+    manifests = render("", "--values", full)
+    rule = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]
+    targets = {path["path"]: path["backend"]["service"]["name"] for path in rule["http"]["paths"]}
+    assert targets == {"/": "shop-semantide-api", "/v1/recommendations": "shop-semantide-api-serving"}
+    assert set(targets.values()) == set(of_kind(manifests, "Service"))
+
+
+def test_notes_have_three_commands(lint: ModuleType) -> None:
+    outcome = lint.helm("install", "shop", str(lint.CHART), "--namespace", "shop", "--dry-run=client")
+    assert outcome.returncode == 0, outcome.stderr
+    notes = outcome.stdout.partition("NOTES:")[2]
+    assert "port-forward service/shop-semantide-api 8000:8000" in notes
+    assert "get secret shop-semantide-keys" in notes and '{{index .data "api-keys" | base64decode}}' in notes
+    assert "semantide status" in notes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--set", "replicaCount=2"], ["replicaCount", "not allowed"]),
+        (["--set", "workers.trainng.replicas=2"], ["/workers", "trainng", "not allowed"]),
+        (["--set", "workers.training.replica=2"], ["/workers/training", "replica", "not allowed"]),
+        (["--set", "settings.historyLenght=3"], ["/settings", "historyLenght"]),
+        (["--set", "settings.historyLength=0"], ["/settings/historyLength", "minimum"]),
+        (["--set-json", 'workers.training.accelerators={"nvidia.com/gpu": 1}'], ["nvidia.com~1gpu", "want string"]),
+        (["--set", "workers.training.resources.limits.memory=4GB"], ["/workers/training/resources/limits/memory"]),
+        (["--set", "dataAccessMode=ReadWriteOncePod"], ["/dataAccessMode", "ReadWriteMany"]),
+        (["--set", "redisEnabled=false"], ["redisUrlSecret is empty", "redis://"]),
+        (["--set", "redisUrlSecret=mine"], ['redisUrlSecret is "mine"', "redisEnabled=false"]),
+        (["--set", "ingressEnabled=true,ingressPaths./x=serving"], ["/x", '"serving"', "not in apis (all)"]),
+        (["--set", "ingressEnabled=true,ingressTlsSecret=x"], ["ingressHost is empty"]),
+    ],
+)
+def test_wrong_values_are_named(refuse: Refuse, options: list[str], words: list[str]) -> None:
+    error = refuse(*options)
+    for word in words:
+        assert word in error

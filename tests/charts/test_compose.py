@@ -1,0 +1,122 @@
+"""docker-compose.yml, Dockerfile and .dockerignore against the rooms, the settings and the packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from semantide.services import local
+from semantide.services.commandline.main import app
+from semantide.shared.config import Settings
+from semantide.shared.contracts import ROOMS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def rooms(compose: dict[str, Any]) -> dict[str, Any]:
+    return {name: service for name, service in compose["services"].items() if name != "redis"}
+
+
+def test_one_api_and_a_worker_for_every_room(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(local, "serve", lambda names, settings: ran.append(["api", *names]))
+    monkeypatch.setattr(local, "work", lambda name, settings: ran.append(["worker", name]))
+    for service in rooms.values():
+        assert local.main(service["command"]) == 0
+    assert sorted(ran) == sorted([["api", *ROOMS], *(["worker", room] for room in ROOMS)])
+    assert {name for name in rooms if name != "api"} == {f"{room}-worker" for room in ROOMS}
+
+
+def test_the_command_line_has_the_same_verbs(rooms: dict[str, Any]) -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert {service["command"][0] for service in rooms.values()} == {"api", "worker"} <= commands
+
+
+def test_only_loopback_is_published(compose: dict[str, Any]) -> None:
+    published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
+    assert set(published) == {"api"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+    assert compose["networks"]["broker"]["internal"] is True
+    assert compose["services"]["redis"]["networks"] == ["broker"]
+
+
+def test_the_key_is_required_from_the_environment(compose: dict[str, Any]) -> None:
+    assert compose["services"]["api"]["environment"]["SEMANTIDE_API_KEYS"].startswith("${SEMANTIDE_API_KEYS:?")
+
+
+def test_environments_are_settings(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in rooms.values():
+        for name, value in service["environment"].items():
+            assert name.removeprefix("SEMANTIDE_").lower() in Settings.model_fields
+            if not value.startswith("$"):
+                monkeypatch.setenv(name, value)
+        settings = Settings()
+        assert str(settings.data_dir) == "/data" and settings.redis_url == "redis://redis:6379/0"
+        assert service["volumes"] == ["data:/data"]
+
+
+def test_containers_are_locked_down_and_restarted(rooms: dict[str, Any]) -> None:
+    for name, service in rooms.items():
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and service["tmpfs"] == ["/tmp"], name
+        assert service["security_opt"] == ["no-new-privileges:true"] and service["restart"] == "unless-stopped", name
+        assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}, name
+
+
+def test_the_broker_keeps_every_acknowledged_write(compose: dict[str, Any]) -> None:
+    redis = compose["services"]["redis"]
+    options = dict(zip(redis["command"][1::2], redis["command"][2::2], strict=True))
+    assert redis["image"] == "redis:7" and redis["volumes"] == ["broker:/data"] and options["--dir"] == "/data"
+    assert options["--appendonly"] == "yes" and options["--appendfsync"] == "always" and options["--maxmemory-policy"] == "noeviction"
+    assert redis["healthcheck"]["test"]
+
+
+def _has_compose() -> bool:
+    return shutil.which("docker") is not None and subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _has_compose(), reason="docker compose is not installed: the file is only read as YAML")
+def test_compose_itself_understands_it() -> None:
+    command = ["docker", "compose", "--file", str(REPOSITORY / "docker-compose.yml"), "config", "--format", "json"]
+    environment = {**os.environ, "SEMANTIDE_API_KEYS": "one,two", "SEMANTIDE_PORT": "8123"}
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert outcome.returncode == 0, outcome.stderr
+    api = json.loads(outcome.stdout)["services"]["api"]
+    assert api["environment"]["SEMANTIDE_API_KEYS"] == "one,two" and api["ports"][0]["published"] == "8123" and api["ports"][0]["host_ip"] == "127.0.0.1"
+    environment.pop("SEMANTIDE_API_KEYS")
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert outcome.returncode != 0 and "SEMANTIDE_API_KEYS" in outcome.stderr and "choose the API keys" in outcome.stderr
+
+
+def test_the_image_is_built_from_every_package() -> None:
+    let_in = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert set(project["tool"]["setuptools"]["package-dir"].values()) <= let_in
+    assert {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml"} <= let_in
+    copied = re.findall(r"^COPY ([\w.]+) \./$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied == ["constraints.txt", "pyproject.toml"] and set(copied) <= let_in
+    assert [name for name in copied if not (REPOSITORY / name).exists()] == []
+
+
+def test_the_image_needs_no_root_and_no_fetched_frontend() -> None:
+    text = (REPOSITORY / "Dockerfile").read_text()
+    assert "# syntax" not in text
+    final = text.rpartition("FROM ")[2]
+    assert "USER 10001:10001" in final and "HEALTHCHECK" in final and 'ENTRYPOINT ["semantide"]' in final
+    environment = dict(re.findall(r"(SEMANTIDE_\w+)=(\S+)", final))
+    assert {name.removeprefix("SEMANTIDE_").lower() for name in environment} <= set(Settings.model_fields)
