@@ -83,12 +83,15 @@ class NextItem:
 
 
 def with_probes(batch: Jagged) -> tuple[Jagged, Tensor]:
-    """Each sequence with one of its own items, drawn at random, put behind it once more; and which rows those are.
+    """Each sequence with one of its own items put behind it once more, half the time the last one; and which rows those are.
 
     The model then learns at the repeated item's last code that it must not come again; nothing else is supervised there.
     """
     lengths_B = batch.lengths_B
-    drawn_B = batch.offsets_B1[:-1] + (torch.rand(len(lengths_B), device=batch.values.device) * lengths_B).long()
+    chance_2B = torch.rand(2, len(lengths_B), device=batch.values.device)
+    # The last item is the likeliest to be repeated.
+    place_B = torch.where(chance_2B[0] < 0.5, lengths_B - 1, (chance_2B[1] * lengths_B).long())
+    drawn_B = batch.offsets_B1[:-1] + place_B
     offsets_B1 = batch.offsets_B1 + torch.arange(len(batch) + 1, device=batch.values.device)
     probes_T = torch.zeros(int(offsets_B1[-1]), dtype=torch.bool, device=batch.values.device)
     probes_T[offsets_B1[1:] - 1] = True
