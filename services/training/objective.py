@@ -37,20 +37,35 @@ class NextToken:
         if config.level_weights and len(config.level_weights) != levels:
             raise ValueError(f"level_weights has {len(config.level_weights)} numbers for {levels} levels: give one per level or none")
         self.model, self.tokens_per_item = model, levels
-        self._item_tokens_NL, self._smoothing = item_tokens_NL, config.label_smoothing
+        self._item_tokens_NL, self._smoothing, self._repeat_weight = item_tokens_NL, config.label_smoothing, config.repeat_weight
         self._weights_L = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device)
 
     def loss(self, batch: Jagged) -> tuple[Tensor, Tensor]:
-        """Loss, and the loss of each level [L]."""
+        """Loss, and the loss of each level [L], then that of repeats where they are unlearned."""
         vocabulary = self.model.vocabulary
+        probes_T = None
+        if self._repeat_weight:
+            batch, probes_T = with_probes(batch)
         targets_TL = self._item_tokens_NL[batch.values]
         offsets_B1 = batch.offsets_B1 * vocabulary.levels
         hidden_TLD = self.model(_shifted(targets_TL.flatten(), offsets_B1, BEGIN), offsets_B1).unflatten(0, (-1, vocabulary.levels))
+        probe = None
+        if probes_T is not None:
+            last = vocabulary.levels - 1
+            logits_BK = self.model.logits(hidden_TLD[probes_T, last], last).float()
+            code_B1 = (targets_TL[probes_T, last] - vocabulary.first(last)).unsqueeze(-1)
+            # -log(1 - p), with 1 - p as the sum of the other codes: stable where p is nearly 1.
+            others_B = logits_BK.scatter(1, code_B1, -torch.inf).logsumexp(-1)
+            probe = (logits_BK.logsumexp(-1) - others_B).mean()
+            hidden_TLD, targets_TL = hidden_TLD[~probes_T], targets_TL[~probes_T]
         parts_L = torch.stack([
             F.cross_entropy(self.model.logits(hidden_TLD[:, level], level).float(), targets_TL[:, level] - vocabulary.first(level), label_smoothing=self._smoothing)
             for level in range(vocabulary.levels)
         ])  # fmt: skip
-        return (parts_L * self._weights_L).sum(), parts_L.detach()
+        loss = (parts_L * self._weights_L).sum()
+        if probe is None:
+            return loss, parts_L.detach()
+        return loss + self._repeat_weight * probe, torch.cat([parts_L, probe.unsqueeze(0)]).detach()
 
 
 class NextItem:
@@ -65,6 +80,24 @@ class NextItem:
         hidden_TD = self.model(_shifted(batch.values, batch.offsets_B1, -1), batch.offsets_B1)
         loss = self.model.loss(hidden_TD, batch.values, self._negatives, self._smoothing)
         return loss, loss.detach().unsqueeze(0)
+
+
+def with_probes(batch: Jagged) -> tuple[Jagged, Tensor]:
+    """Each sequence with one of its own items put behind it once more, half the time the last one; and which rows those are.
+
+    The model then learns at the repeated item's last code that it must not come again; nothing else is supervised there.
+    """
+    lengths_B = batch.lengths_B
+    chance_2B = torch.rand(2, len(lengths_B), device=batch.values.device)
+    # The last item is the likeliest to be repeated.
+    place_B = torch.where(chance_2B[0] < 0.5, lengths_B - 1, (chance_2B[1] * lengths_B).long())
+    drawn_B = batch.offsets_B1[:-1] + place_B
+    offsets_B1 = batch.offsets_B1 + torch.arange(len(batch) + 1, device=batch.values.device)
+    probes_T = torch.zeros(int(offsets_B1[-1]), dtype=torch.bool, device=batch.values.device)
+    probes_T[offsets_B1[1:] - 1] = True
+    values = torch.empty(len(probes_T), dtype=batch.values.dtype, device=batch.values.device)
+    values[~probes_T], values[probes_T] = batch.values, batch.values[drawn_B]
+    return Jagged(values, offsets_B1), probes_T
 
 
 def _shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:

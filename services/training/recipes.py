@@ -35,6 +35,8 @@ class TrainConfig:
     label_smoothing: float = 0.0
     level_weights: tuple[float, ...] = ()
     """Weight of each level's loss. Empty: 1 each."""
+    repeat_weight: float = 0.0
+    """Generator: weight of unlearning repeats, for data where nobody takes an item twice. 0: repeats are left to the data."""
     num_negatives: int = 0
     """SASRec: sampled negatives per batch. 0: softmax over all items."""
 
@@ -69,7 +71,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 10_000_000), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
-            ("learning_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("learning_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
             ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 1, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
         ):  # fmt: skip
@@ -126,7 +128,7 @@ def base() -> TrainConfig:
 def sasrec() -> TrainConfig:
     """The baseline: SASRec with a softmax loss over all items."""
     return TrainConfig(
-        "sasrec", model_type="sasrec", sasrec=SASRecConfig(dropout=0.3, embedding_dropout=0.3), learning_rate=2e-3, weight_decay=0.01, epochs=30, patience=4
+        "sasrec", model_type="sasrec", sasrec=SASRecConfig(dropout=0.3, embedding_dropout=0.3), learning_rate=2e-3, weight_decay=0.01, epochs=14, patience=3
     )
 
 

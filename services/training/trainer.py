@@ -106,7 +106,7 @@ class Trainer:
                 if state.step % config.log_every == 0:
                     seconds = max(self.listener.clock() - mark, 1e-9)
                     values = {"loss": state.losses[-1], "lr": config.learning_rate * share, "tokens_per_second": tokens / seconds}
-                    self.listener.metric(state.step, values | {f"loss_level_{level}": part for level, part in enumerate(parts)})
+                    self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
                     mark, tokens = self.listener.clock(), 0
                 self.listener.progress(state.epoch + state.batch / len(epoch), config.epochs, "epochs", "training")
                 if self.listener.clock() - self._saved_at >= self._checkpoint_seconds:

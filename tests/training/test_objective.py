@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semantide.services.training.objective import NextItem, NextToken
+from semantide.services.training.objective import NextItem, NextToken, with_probes
 from semantide.services.training.recipes import tiny
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator, GeneratorConfig
@@ -49,3 +49,33 @@ def test_sasrec_predicts_each_item_from_those_before_it() -> None:
             rows = torch.tensor([-1, *history[:place]])
             single.append(F.cross_entropy(model.logits(model(rows, torch.tensor([0, len(rows)]))[-1]), torch.tensor(target)))
     torch.testing.assert_close(loss, torch.stack(single).mean())
+
+
+def test_probes_repeat_one_item_of_each_history_behind_it() -> None:
+    torch.manual_seed(0)
+    histories = [[3, 5, 11], [7], [1, 2]]
+    extended, probes = with_probes(Jagged.from_sequences(histories))
+    for sequence, history in zip(extended, histories, strict=True):
+        assert sequence.tolist()[:-1] == history
+        assert sequence.tolist()[-1] in history
+    assert extended.values[~probes].tolist() == [3, 5, 11, 7, 1, 2]
+
+
+def test_repeats_can_be_unlearned_without_touching_what_else_is_supervised() -> None:
+    torch.manual_seed(0)
+    shape = GeneratorConfig(LEVELS, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32)
+    model = Generator(shape)
+    tokens = torch.from_numpy(model.vocabulary.item_tokens(CODES))
+    random = np.random.default_rng(0)
+    batch = Jagged.from_sequences([random.permutation(12)[:6] for _ in range(40)])
+    plain, parts = NextToken(model, tokens, tiny()).loss(batch)
+    objective = NextToken(model, tokens, replace(tiny(), repeat_weight=2.0))
+    loss, both = objective.loss(batch)
+    torch.testing.assert_close(both[:2], parts)
+    torch.testing.assert_close(loss, plain + 2 * both[2])
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimiser.zero_grad()
+        objective.loss(batch)[0].backward()
+        optimiser.step()
+    assert float(objective.loss(batch)[1][2]) < 0.95 * float(both[2])
