@@ -223,6 +223,6 @@ def build_app(
     async def unexpected(_: Request, error: Exception) -> Response:
         return _error(500, "InternalError", f"an unexpected {type(error).__name__} happened here; the log has its trace")
 
-    FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics")
+    FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics", exclude_spans=["receive", "send"])
     app.add_middleware(Gate, keys=keys, max_body_bytes=room.settings.max_body_bytes)
     return app

@@ -103,7 +103,7 @@ def _loop(walk: Walk, source: demo_data.Source) -> dict[str, Any]:
     with walk.stage("evaluate"):
         result = walk.job(JobSpec(kind="evaluate", inputs={**inputs, "model": model, "baseline": baseline}, seed=walk.seed)).result
     with walk.stage("promote"):
-        walk.client.post("/v1/serving/promote", {"model": model, "catalog": inputs["catalog"]})
+        walk.client.post("/v1/serving/promote", {"model": model})
         deadline = time.monotonic() + 60
         while (live := walk.client.get("/v1/serving/live")).get("loaded_model") != model:
             if time.monotonic() > deadline:

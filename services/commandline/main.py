@@ -271,9 +271,9 @@ def promote(model: str | None = None, catalog: str | None = None, as_json: AsJso
     """Make a model live; requests in flight end on the old one."""
     client = Client(Settings())
     model = model or _latest_generator(client)
-    catalog = catalog or client.get(f"/v1/artifacts/{model}")["inputs"]["catalog"]
-    answer = client.post("/v1/serving/promote", {"model": model, "catalog": catalog})
-    display.as_json(answer) if as_json else display.console.print(f"live: {model} with {catalog}", highlight=False)
+    # Without a catalog the stack takes the newest extension of the one the model was trained for.
+    answer = client.post("/v1/serving/promote", {"model": model} | ({"catalog": catalog} if catalog else {}))
+    display.as_json(answer) if as_json else display.console.print(f"live: {answer['model']} with {answer['catalog']}", highlight=False)
 
 
 @app.command()
