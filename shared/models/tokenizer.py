@@ -43,7 +43,8 @@ class TokenizerConfig:
     """Codes of each level. Empty: chosen by the number of items, see ``level_sizes_for``."""
     content: Content = "auto"
     """Content vectors: given embeddings, hashed text, or MiniLM. ``auto``: embeddings where any are given, else hashed text."""
-    content_weight: float = 1.0
+    content_weight: float = 0.7
+    """Length of the content part of an item's vector; 0 leaves it out."""
     collaborative_weight: float = 1.0
     """0 leaves the histories out."""
     text_dim: int = 96

@@ -138,9 +138,9 @@ def test_items_that_say_nothing_fail(rows_of: Rows, make_dataset: Make) -> None:
 
 def test_few_kinds_of_items_fail(rows_of: Rows, make_dataset: Make) -> None:
     rows = [{**row, "title": f"kind {number % 5}", "text": "", "categories": [], "attributes": "{}"} for number, row in enumerate(rows_of(400))]
-    with pytest.raises(BadData, match=r"first level uses 5 of 32 possible codes"):
+    with pytest.raises(BadData, match=r"first level uses 5 of 64 possible codes"):
         build(make_dataset(rows), TokenizerConfig(collaborative_weight=0.0), 0)
-    lenient = QualityLimits(min_first_level_used=0, min_first_level_entropy=0, max_collision_rate=1, min_effective_rank=0)
+    lenient = QualityLimits(min_first_level_used=0, min_first_level_entropy=0, min_distinct_ids=0, min_effective_rank=0)
     assert build(make_dataset(rows), TokenizerConfig(collaborative_weight=0.0), 0, limits=lenient).report["collisions"]["before"]["items"] == 400
 
 
