@@ -147,6 +147,7 @@ def _embedding_lengths(table: pa.Table) -> tuple[IntArray, FloatArray]:
     column = table["embedding"] if "embedding" in table.column_names else None
     if column is None or column.null_count == table.num_rows:
         return np.zeros(table.num_rows, np.int64), np.zeros(0, np.float32)
+    column = column.cast(pa.list_(pa.float32()))
     lengths = np.concatenate([np.asarray(part.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64) for part in column.chunks])
     flat = [np.asarray(part.drop_null().flatten().to_numpy(zero_copy_only=False), np.float32) for part in column.chunks]
     return lengths, np.concatenate(flat)

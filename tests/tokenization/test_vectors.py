@@ -145,6 +145,13 @@ def test_a_wrong_embedding_names_its_item(rows_of: Rows, items_table: Callable[.
         embedding_matrix(items_table(rows))
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 3)])
+def test_embeddings_of_other_column_types(kind: pa.DataType) -> None:
+    table = pa.table({"item": ["a", "b", "c"], "embedding": pa.array([[1, 2, 3], None, [4, 5, 6]], kind)})
+    matrix, present = embedding_matrix(pa.concat_tables([table, table.slice(1, 1)]))
+    assert matrix.tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 6], [0, 0, 0]] and present.tolist() == [True, False, True, False]
+
+
 def test_without_the_text_encoder_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minilm, "_PACKAGE", "no_such_package_here")
     with pytest.raises(BadData, match=r"pip install semantide\[text\]"):
