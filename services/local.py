@@ -45,6 +45,7 @@ def _door(room: str, door: str) -> ModuleType | None:
 def serve(names: list[str], settings: Settings) -> None:
     """Run the APIs of some rooms on one port."""
     import uvicorn
+
     from semantide.shared import operations_api
     from semantide.shared.http import build_app
 

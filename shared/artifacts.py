@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+
 from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.version import code_version
 

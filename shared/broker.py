@@ -22,6 +22,7 @@ from typing import Any
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
+
 from semantide.shared.errors import BrokerUnavailable
 
 RedisError = redis.RedisError

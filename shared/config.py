@@ -36,7 +36,25 @@ class Settings(BaseSettings):
     """Largest request body, bytes."""
     max_batch_rows: int = Field(default=5000, ge=1)
     """Most interactions or items in one request, rows."""
-    actions: dict[str, float] = Field(default={"exposure": 0.0, "click": 1.0, "view": 1.0, "like": 2.0, "cart": 2.5, "order": 3.0, "hate": -1.0})
+    max_backlog_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Accepted rows that may wait in the broker for the event log before new ones are answered 503, bytes."""
+    actions: dict[str, float] = Field(
+        default={
+            "exposure": 0.0,
+            "click": 1.0,
+            "view": 1.0,
+            "rate": 1.0,
+            "review": 1.0,
+            "long_view": 1.5,
+            "like": 2.0,
+            "comment": 2.1,
+            "follow": 2.2,
+            "forward": 2.3,
+            "cart": 2.5,
+            "order": 3.0,
+            "hate": -1.0,
+        }
+    )
     """Known actions and their intensity: below 1 exposed, from 1 clicked, from 3 ordered, negative disliked. JSON."""
     history_length: int = Field(default=200, ge=1)
     """Most recent interactions kept online per user, events."""
@@ -48,6 +66,12 @@ class Settings(BaseSettings):
     """Jobs that one worker runs at the same time."""
     job_attempts: int = Field(default=5, ge=1)
     """Times a job is started before a crash of its process counts as failure."""
+    serving_batch: int = Field(default=32, ge=1)
+    """Most recommendation requests answered together, requests."""
+    serving_queue: int = Field(default=2048, ge=1)
+    """Most recommendation requests that wait; beyond it the answer is 429, requests."""
+    serving_deadline_seconds: float = Field(default=10.0, gt=0)
+    """How long a recommendation request may wait before it is given up, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a worker process shows its metrics on loopback. 0: none."""
     otlp_endpoint: str = ""

@@ -6,10 +6,28 @@ One list a user, oldest first; each entry is ``time<TAB>action<TAB>item``. Idle 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from semantide.shared.contracts import Interaction
+
+# One step for the server, so that events appended meanwhile are not lost.
+_MERGE = """
+local seen, all = {}, {}
+local function take(entry)
+  if not seen[entry] then
+    seen[entry] = true
+    all[#all + 1] = entry
+  end
+end
+for _, entry in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do take(entry) end
+for index = 3, #ARGV do take(ARGV[index]) end
+local function time(entry) return tonumber(string.match(entry, '^-?%d+')) or 0 end
+table.sort(all, function(a, b) local x, y = time(a), time(b); if x ~= y then return x < y end; return a < b end)
+redis.call('DEL', KEYS[1])
+for index = math.max(1, #all - tonumber(ARGV[1]) + 1), #all do redis.call('RPUSH', KEYS[1], all[index]) end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+"""
 
 
 class HistoryEvent(NamedTuple):
@@ -31,25 +49,49 @@ class Histories:
         """The Redis key of one user's list."""
         return f"semantide:history:{user}"
 
-    def append(self, rows: Iterable[Interaction]) -> None:
-        """Add interactions (chronological within a user), keep the last N, renew the expiry."""
+    def append(self, rows: Iterable[Interaction], pipe: Any = None) -> None:
+        """Add interactions (chronological within a user), keep the last N, renew the expiry.
+
+        With ``pipe`` the commands join the caller's transaction, and the caller executes it.
+        """
         by_user: dict[str, list[str]] = defaultdict(list)
         for row in rows:
             by_user[row.user].append(f"{row.time}\t{row.action}\t{row.item}")
-        pipe = self._broker.pipeline(transaction=False)
+        own = pipe is None
+        pipe = self._broker.pipeline(transaction=False) if own else pipe
         for user, entries in by_user.items():
             pipe.rpush(self.key(user), *entries[-self._length :])
             pipe.ltrim(self.key(user), -self._length, -1)
             pipe.expire(self.key(user), self._ttl_seconds)
+        if own:
+            pipe.execute()
+
+    def merge(self, events: Mapping[str, Sequence[HistoryEvent]]) -> None:
+        """Bring past events of some users in, each once, wherever they belong in time; doing it again changes nothing."""
+        pipe = self._broker.pipeline(transaction=False)
+        for user, rows in events.items():
+            entries = [f"{row.time}\t{row.action}\t{row.item}" for row in rows]
+            pipe.eval(_MERGE, 1, self.key(user), self._length, self._ttl_seconds, *entries)
         pipe.execute()
 
     def get(self, user: str) -> list[HistoryEvent]:
         """The user's events in order of time; empty for a user never seen."""
-        events = []
-        for entry in self._broker.lrange(self.key(user), 0, -1):
-            time, action, item = entry.decode().split("\t", 2)
-            events.append(HistoryEvent(item, int(time), action))
-        return sorted(events, key=lambda event: event.time)
+        return self.get_many([user])[user]
+
+    def get_many(self, users: Iterable[str]) -> dict[str, list[HistoryEvent]]:
+        """What ``get`` gives, of several users in one round trip."""
+        names = list(users)
+        pipe = self._broker.pipeline(transaction=False)
+        for user in names:
+            pipe.lrange(self.key(user), 0, -1)
+        histories = {}
+        for user, entries in zip(names, pipe.execute(), strict=True):
+            events = []
+            for entry in entries:
+                time, action, item = entry.decode().split("\t", 2)
+                events.append(HistoryEvent(item, int(time), action))
+            histories[user] = sorted(events, key=lambda event: event.time)
+        return histories
 
     def forget(self, user: str) -> None:
         """Drop one user's history."""

@@ -21,13 +21,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
 from semantide.shared import broker as broker_door
 from semantide.shared.api_keys import api_keys
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
 from semantide.shared.version import code_version
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
 __all__ = [
     "APIRouter",

@@ -18,6 +18,7 @@ from celery.exceptions import Retry as CeleryRetry
 from celery.signals import worker_ready, worker_shutdown
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
+
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
 from semantide.shared.errors import TransientError

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from semantide.services.commandline.stack import running_stack
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings

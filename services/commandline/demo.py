@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
 from semantide.services.commandline import demo_data, display
 from semantide.services.commandline.client import Client
 from semantide.services.commandline.stack import Stack

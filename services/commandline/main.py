@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import pydantic
 import typer
+
 from semantide.services.commandline import display, stack
 from semantide.services.commandline.client import Client, StackError
 from semantide.shared.api_keys import local_key

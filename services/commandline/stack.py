@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+
 from semantide.shared import broker
 from semantide.shared.api_keys import api_keys
 from semantide.shared.config import Settings

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
 from semantide.shared.broker import free_port
 
 COMMAND = [sys.executable, "-m", "semantide.services.commandline.main"]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
+
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt, NotFound
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+
 from semantide.shared import operations_api
 from semantide.shared.api_keys import api_keys, local_key
 from semantide.shared.config import Settings

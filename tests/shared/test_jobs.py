@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.errors import Conflict, NotFound
 from semantide.shared.job_runner import JobRunner

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from semantide.shared import queues as queue_door
 from semantide.shared.contracts import ROOMS, CatalogReady, Message, ModelTrained, RunJob
 from semantide.shared.errors import PermanentError, TransientError

@@ -1,0 +1,201 @@
+"""Softmax attention on packed (jagged) sequences, and of many beams against one shared prompt.
+
+Legend: T packed tokens, B sequences, L length of one sequence, H query heads, G key/value heads (H a multiple of G),
+D head size, R requests, W beams, N own rows of all beams and steps, S steps behind a beam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semantide.kernels.dispatch import kernel
+
+
+@kernel
+def jagged_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
+    """Attention inside each sequence of a pack, with grouped queries; nothing is padded.
+
+    Shapes: ``offsets_B1`` [B + 1], first 0, last T; returns [T, H, D].
+    Raises: ValueError when shapes do not fit.
+    """
+    share = _check_packed(q_THD, k_TGD, v_TGD)
+    outputs = [q_THD[:0]]
+    for begin, end in pairwise(_bounds(offsets_B1, len(q_THD))):
+        q_GgLD = q_THD[begin:end].unflatten(1, (-1, share)).permute(1, 2, 0, 3)
+        k_G1LD = k_TGD[begin:end].permute(1, 0, 2).unsqueeze(1)
+        v_G1LD = v_TGD[begin:end].permute(1, 0, 2).unsqueeze(1)
+        scores_GgLL = q_GgLD @ k_G1LD.transpose(-1, -2) / math.sqrt(q_THD.shape[-1])
+        if causal:
+            scores_GgLL = scores_GgLL.masked_fill(torch.ones_like(scores_GgLL, dtype=torch.bool).triu(1), -math.inf)
+        o_GgLD = scores_GgLL.softmax(-1) @ v_G1LD
+        outputs.append(o_GgLD.permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(outputs)
+
+
+@jagged_attention.register("cuda")
+@jagged_attention.register("cpu")
+def jagged_attention_by_length(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
+    """Batch the sequences of exactly equal length, so that each group is one dense attention without padding.
+
+    Sequences that stand in order of length cost no gathering: a group is then a view of the pack.
+    """
+    share = _check_packed(q_THD, k_TGD, v_TGD)
+    plan = _plan(tuple(_bounds(offsets_B1, len(q_THD))))
+    outputs = []
+    for group in plan.groups:
+        q_BHLD, k_BHLD, v_BHLD = (
+            (x[group.begin : group.end] if group.rows is None else x[group.rows]).unflatten(0, (-1, group.length)).transpose(1, 2)
+            for x in (q_THD, k_TGD, v_TGD)
+        )
+        if share > 1:
+            k_BHLD, v_BHLD = k_BHLD.repeat_interleave(share, 1), v_BHLD.repeat_interleave(share, 1)
+        outputs.append(F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, is_causal=causal).transpose(1, 2).flatten(0, 1))
+    if not outputs:
+        return q_THD[:0]
+    o_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return o_THD if plan.inverse is None else o_THD[plan.inverse]
+
+
+@kernel
+def beam_attention(
+    q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
+) -> Tensor:
+    """Attention of each request's beams over the prompt they share and over their own few ancestors.
+
+    The prompt is read once for all beams of a request. The two parts are merged by the logarithm of their sums of exponentials, so the result
+    is that of one softmax over both.
+
+    Shapes: prompts packed by ``offsets_R1`` [R + 1]; ``ancestors_RWS`` holds rows of ``own_k_NGD``; S may be 0; returns [R, W, H, D].
+    """
+    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
+    bounds = _bounds(offsets_R1, len(prompt_k_TGD))
+    outputs = [q_RWHD[:0]]
+    for request, (begin, end) in enumerate(pairwise(bounds)):
+        q_WGgD = q_RWHD[request].unflatten(1, (-1, share)) / math.sqrt(q_RWHD.shape[-1])
+        prompt_WGgT = torch.einsum("wghd,tgd->wght", q_WGgD, prompt_k_TGD[begin:end])
+        own_WGgS = torch.einsum("wghd,wsgd->wghs", q_WGgD, own_k_NGD[ancestors_RWS[request]])
+        prompt_WGgD = torch.einsum("wght,tgd->wghd", prompt_WGgT.softmax(-1), prompt_v_TGD[begin:end])
+        own_WGgD = torch.einsum("wghs,wsgd->wghd", own_WGgS.softmax(-1), own_v_NGD[ancestors_RWS[request]])
+        merged_WGgD = merge_attention(prompt_WGgD, prompt_WGgT.logsumexp(-1), own_WGgD, own_WGgS.logsumexp(-1))
+        outputs.append(merged_WGgD.flatten(1, 2).unsqueeze(0))
+    return torch.cat(outputs)
+
+
+@beam_attention.register("cpu")
+def beam_attention_by_length(
+    q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
+) -> Tensor:
+    """Batch the requests whose prompts have equal length; beams and heads that share keys become rows of one matrix product."""
+    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
+    plan = _plan(tuple(_bounds(offsets_R1, len(prompt_k_TGD))))
+    width, steps = q_RWHD.shape[1], ancestors_RWS.shape[-1]
+    q_RGMD = (q_RWHD / math.sqrt(q_RWHD.shape[-1])).unflatten(2, (-1, share)).transpose(1, 2).flatten(2, 3)
+    outputs, sums, order = [], [], []
+    for group in plan.groups:
+        k_RGTD, v_RGTD = (
+            (x[group.begin : group.end] if group.rows is None else x[group.rows]).unflatten(0, (-1, group.length)).transpose(1, 2)
+            for x in (prompt_k_TGD, prompt_v_TGD)
+        )
+        scores_RGMT = q_RGMD[group.sequences] @ k_RGTD.transpose(-1, -2)
+        sums.append(scores_RGMT.logsumexp(-1))
+        outputs.append(scores_RGMT.softmax(-1) @ v_RGTD)
+        order.append(group.sequences)
+    if plan.empty.numel():
+        shape = (len(plan.empty), *q_RGMD.shape[1:])
+        outputs.append(q_RGMD.new_zeros(shape))
+        sums.append(q_RGMD.new_full(shape[:-1], -math.inf))
+        order.append(plan.empty)
+    if not outputs:
+        return q_RWHD
+    restore = torch.cat(order).argsort()
+    o_RGMD, sum_RGM = torch.cat(outputs)[restore], torch.cat(sums)[restore]
+    if steps:
+        q_RGWgD = q_RGMD.unflatten(2, (width, share))
+        k_RGWDS = own_k_NGD[ancestors_RWS].permute(0, 3, 1, 4, 2)
+        v_RGWSD = own_v_NGD[ancestors_RWS].permute(0, 3, 1, 2, 4)
+        scores_RGWgS = q_RGWgD @ k_RGWDS
+        own_RGMD = (scores_RGWgS.softmax(-1) @ v_RGWSD).flatten(2, 3)
+        o_RGMD = merge_attention(o_RGMD, sum_RGM, own_RGMD, scores_RGWgS.logsumexp(-1).flatten(2, 3))
+    o_RWHD: Tensor = o_RGMD.unflatten(2, (width, share)).transpose(1, 2).flatten(2, 3)
+    return o_RWHD
+
+
+def merge_attention(a_D: Tensor, a_logsum: Tensor, b_D: Tensor, b_logsum: Tensor) -> Tensor:
+    """One softmax's result from the results over two disjoint sets of keys and the logarithms of their sums of exponentials.
+
+    A part without keys has sum -inf and no weight; both without keys give 0.
+    """
+    top = torch.maximum(a_logsum, b_logsum).clamp_min(torch.finfo(a_logsum.dtype).min)
+    a, b = (a_logsum - top).exp().unsqueeze(-1), (b_logsum - top).exp().unsqueeze(-1)
+    return (a_D * a + b_D * b) / (a + b).clamp_min(torch.finfo(a.dtype).tiny)
+
+
+class _Group(NamedTuple):
+    """Sequences of one length: rows [begin, end) of the pack, or the listed rows where they do not lie together."""
+
+    length: int
+    begin: int
+    end: int
+    rows: Tensor | None
+    sequences: Tensor
+
+
+class _Plan(NamedTuple):
+    """Groups of equal length; ``inverse`` brings the groups' rows back to the pack's order (None where they are in it)."""
+
+    groups: tuple[_Group, ...]
+    inverse: Tensor | None
+    empty: Tensor
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # a plan made while decoding may serve training later, which has to save its index tensors
+def _plan(bounds: tuple[int, ...]) -> _Plan:
+    by_length: dict[int, list[int]] = {}
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+        by_length.setdefault(end - begin, []).append(sequence)
+    empty = torch.tensor(by_length.pop(0, []), dtype=torch.long)
+    groups, position, in_order = [], 0, True
+    for length, sequences in sorted(by_length.items(), key=lambda entry: bounds[entry[1][0]]):
+        begin, end = bounds[sequences[0]], bounds[sequences[-1] + 1]
+        together = end - begin == length * len(sequences)
+        rows = None
+        if not together:
+            rows = (torch.tensor([bounds[s] for s in sequences])[:, None] + torch.arange(length)).flatten()
+        in_order &= together and begin == position
+        position = end
+        groups.append(_Group(length, begin, end, rows, torch.tensor(sequences)))
+    inverse = None
+    if not in_order:
+        inverse = torch.cat([torch.arange(g.begin, g.end) if g.rows is None else g.rows for g in groups]).argsort()
+    return _Plan(tuple(groups), inverse, empty)
+
+
+def _bounds(offsets: Tensor, tokens: int) -> list[int]:
+    bounds: list[int] = offsets.tolist()
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or not _ascending(bounds):
+        shown = f"{bounds[:3]}...{bounds[-2:]}"
+        raise ValueError(f"offsets {shown} do not cover {tokens} tokens: give one more offset than sequences, ascending from 0 to {tokens}")
+    return bounds
+
+
+def _ascending(bounds: Iterable[int]) -> bool:
+    return all(begin <= end for begin, end in pairwise(bounds))
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Query heads per key/value head."""
+    if k.shape != v.shape or q.ndim != 3 or k.ndim != 3 or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}: give [rows, heads, head size], keys and values of "
+            "equal shape, and query heads a multiple of key heads"
+        )
+    return q.shape[1] // k.shape[1]

@@ -1,0 +1,333 @@
+"""What this room answers over HTTP: interactions and items in, imports, uploads, histories and counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field
+
+from semantide.services.ingestion.eventlog import EventLog
+from semantide.services.ingestion.fileimport import ImportConfig
+from semantide.services.ingestion.itemlog import ItemLog
+from semantide.services.ingestion.manifest import Manifest
+from semantide.services.ingestion.rows import check_interactions, check_items, interaction_table, item_table
+from semantide.services.ingestion.schema import Kind, Rejection, Rules
+from semantide.services.ingestion.sources import OutsideRoots, confined
+from semantide.services.ingestion.stream import DIMENSION, STREAM, encode
+from semantide.shared import broker as broker_door
+from semantide.shared.availability import Availability
+from semantide.shared.contracts import Interaction, Item, JobRecord, JobSpec
+from semantide.shared.errors import BadData, NotFound, TransientError
+from semantide.shared.history import Histories
+from semantide.shared.http import APIRouter, HTTPException, JSONResponse, PathParameter, Request, Response, StreamingResponse, run_in_threadpool
+from semantide.shared.jobs import Jobs, now_ms
+from semantide.shared.room import Room
+from semantide.shared.telemetry import logger
+
+_LOG = logger("ingestion")
+_FSYNC_MS = 5000
+_UPLOAD_BLOCK = 4 * 1024 * 1024
+_SPARE_BYTES = 256 * 1024 * 1024
+_UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}){0,8}")
+
+
+class ImportRequest(BaseModel):
+    """What to import and, where it cannot be told from the files, how to read it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="File or folder on the server, inside an allowed folder", min_length=1)
+    format: str = Field("", description="Name of a format; told from the files where it is left out")
+    kind: str = Field("", pattern="^(interactions|items)?$")
+    mapping: dict[str, str] = Field({}, description="Our field -> the file's column")
+    time_unit: str = Field("", pattern="^(ms|s|us|ns)?$", description="What numbers in the time column count")
+    delimiter: str = ""
+    encoding: str = "utf-8"
+    default_action: str = Field("click", description="Action of rows that name none")
+
+
+class Intake:
+    """Puts checked rows on the stream and answers for them."""
+
+    def __init__(self, room: Room) -> None:
+        self.room, self._redis = room, room.broker
+        self._waits_for_disk = True
+
+    def rules(self) -> Rules:
+        """What rows must keep to now."""
+        return Rules(self.room.settings.actions, now_ms())
+
+    def admit(self) -> None:
+        """Refuse new rows while too many wait for the log.
+
+        Raises: TransientError.
+        """
+        used = int(self._redis.memory_usage(STREAM, samples=5) or 0)
+        limit = self.room.settings.max_backlog_bytes
+        if used > limit:
+            raise TransientError(
+                f"{used} bytes of accepted rows wait for the event log, more than the {limit} allowed: try again; if it lasts, see whether the ingestion worker runs and the disk has room"
+            )
+
+    def put(self, kind: Kind, table: pa.Table) -> None:
+        """Add one entry and return when it is on the broker's disk.
+
+        Raises: TransientError where the broker cannot make it durable.
+        """
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.xadd(STREAM, encode(kind, table))
+        if self._waits_for_disk:
+            pipe.execute_command("WAITAOF", 1, 0, _FSYNC_MS)
+        answers = pipe.execute(raise_on_error=False)
+        if isinstance(answers[0], Exception):
+            raise TransientError(f"the broker did not take the rows ({answers[0]}): try again") from answers[0]
+        if not self._waits_for_disk:
+            return
+        if isinstance(answers[1], broker_door.ResponseError):
+            if "unknown command" in str(answers[1]).lower():
+                # Older servers have no such command: durability is what their own configuration says.
+                self._waits_for_disk = False
+                _LOG.warning("the broker cannot say when a write is on disk (WAITAOF); run it with appendonly yes and appendfsync always")
+                return
+            raise TransientError(f"the broker keeps no append-only file ({answers[1]}), so accepted rows would not survive it: start it with appendonly yes")
+        if isinstance(answers[1], Exception) or not answers[1] or not answers[1][0]:
+            raise TransientError(f"the broker did not write the rows to its disk within {_FSYNC_MS} ms: send them again, repeated rows are recognised")
+
+    def interactions(self, raws: Sequence[Any]) -> tuple[int, list[Rejection]]:
+        """Check, store durably; how many were accepted and why the others were not."""
+        self.admit()
+        good, bad = check_interactions(raws, self.rules())
+        if good:
+            self.put("interactions", interaction_table(good))
+        return len(good), bad
+
+    def items(self, raws: Sequence[Any]) -> tuple[int, list[Rejection]]:
+        """Check, store durably, and make availability known at once."""
+        self.admit()
+        dimension = self._dimension(raws)
+        good, bad = check_items(raws, Rules(self.room.settings.actions, now_ms(), embedding_dimension=dimension))
+        if good:
+            self.put("items", item_table(good))
+            self.tell_availability(good)
+        return len(good), bad
+
+    def tell_availability(self, items: Sequence[Item]) -> None:
+        """Hide and show items right away; what a sender did not say stays as it is."""
+        said = {item.id: not item.deleted and item.available for item in items if item.deleted or "available" in item.model_fields_set}
+        if said:
+            Availability(self._redis).update(said)
+
+    def _dimension(self, raws: Sequence[Any]) -> int | None:
+        """The length that embeddings must have; the first good one that was ever sent decides."""
+        known = self._redis.get(DIMENSION)
+        if known is None:
+            good, _ = check_items([raw for raw in raws if isinstance(raw, dict) and raw.get("embedding")][:50], self.rules())
+            first = next((len(item.embedding) for item in good if item.embedding), None)
+            if first is None:
+                return None
+            self._redis.set(DIMENSION, first, nx=True)
+            known = self._redis.get(DIMENSION) or first
+        return int(known)
+
+
+def _answer(accepted: int, bad: Sequence[Rejection]) -> Response:
+    errors = [{"index": entry.pop("row"), **entry} for entry in (rejection.as_dict() for rejection in bad)]
+    if accepted or not bad:
+        return JSONResponse({"accepted": accepted, "rejected": len(bad), "errors": errors}, status_code=202)
+    first = errors[0]
+    message = (
+        f"none of the {len(bad)} rows can be used; row {first['index']}, field {first['field']}, value {first['value']!r}: {first['reason']}; {first['remedy']}"
+    )
+    return JSONResponse(
+        {"error": {"type": "BadData", "message": message, "details": errors}, "accepted": 0, "rejected": len(bad), "errors": errors}, status_code=422
+    )
+
+
+async def _rows(request: Request, name: str, limit: int) -> list[Any]:
+    """The rows of a batch's body.
+
+    Raises: BadData, HTTPException 413.
+    """
+    body = await request.body()
+    try:
+        # Bytes would be guessed to be UTF-16 where they look like it.
+        batch = await run_in_threadpool(json.loads, body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadData(f"the body is not UTF-8: byte {body[error.start]:#04x} at {error.start}; send UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise BadData(f"the body is not JSON ({error}): send {{{json.dumps(name)}: [...]}}") from error
+    if not isinstance(batch, dict) or not isinstance(batch.get(name), list) or len(batch) > 1:
+        keys = sorted(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
+        raise BadData(f"the body is {keys}: send an object with the one key {name!r} and a list of rows in it")
+    if not batch[name]:
+        raise BadData(f"{name} is empty: send at least one row")
+    if len(batch[name]) > limit:
+        raise HTTPException(413, f"{len(batch[name])} rows are more than the {limit} allowed in one batch: send several, or raise SEMANTIDE_MAX_BATCH_ROWS")
+    return list(batch[name])
+
+
+def _body(name: str, row: type[BaseModel]) -> dict[str, Any]:
+    schema = {"type": "object", "required": [name], "properties": {name: {"type": "array", "minItems": 1, "items": row.model_json_schema()}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def ready(room: Room) -> tuple[bool, str]:
+    """Whether rows can be accepted."""
+    try:
+        Intake(room).admit()
+    except (TransientError, broker_door.RedisError) as error:
+        return False, f"ingestion: {error}"
+    return True, ""
+
+
+def build(room: Room) -> APIRouter:
+    """Routes of this room."""
+    router = APIRouter(prefix="/v1", tags=["ingestion"])
+    settings = room.settings
+    intake = Intake(room)
+    jobs = Jobs(room.broker, room.queues)
+    histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
+    uploads = settings.data_dir / "uploads"
+
+    @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), response_class=Response)
+    async def post_interactions(request: Request) -> Response:
+        rows = await _rows(request, "interactions", settings.max_batch_rows)
+        return _answer(*await run_in_threadpool(intake.interactions, rows))
+
+    @router.get("/interactions/stats", summary="What the event log holds")
+    def stats() -> dict[str, Any]:
+        backlog = int(room.broker.xlen(STREAM))
+        with closing(Manifest(settings.data_dir / "events")) as manifest:
+            segments = EventLog(manifest).segments()
+            actions: dict[str, int] = {}
+            for segment in segments:
+                for action, count in segment.actions.items():
+                    actions[action] = actions.get(action, 0) + count
+            return {
+                "interactions": sum(segment.num_rows for segment in segments),
+                "duplicates": manifest.counter("duplicates"),
+                "actions": dict(sorted(actions.items())),
+                "first_time": min((segment.first_time for segment in segments), default=None),
+                "last_time": max((segment.last_time for segment in segments), default=None),
+                "segments": len(segments),
+                "bytes": sum(segment.num_bytes for segment in segments),
+                "waiting_batches": backlog,
+                **ItemLog(manifest).counts(),
+            }
+
+    @router.get("/users/{user}/history", summary="The user's recent interactions, oldest first")
+    def history(user: str) -> dict[str, Any]:
+        return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
+
+    @router.post(
+        "/items", summary="Add, change or withdraw items; a field left out keeps its value", openapi_extra=_body("items", Item), response_class=Response
+    )
+    async def post_items(request: Request) -> Response:
+        rows = await _rows(request, "items", settings.max_batch_rows)
+        return _answer(*await run_in_threadpool(intake.items, rows))
+
+    @router.get("/items/{item:path}", summary="An item's stored state")
+    def get_item(item: str) -> dict[str, Any]:
+        with closing(Manifest(settings.data_dir / "events")) as manifest:
+            found = ItemLog(manifest).state([item]).to_pylist()
+        if not found:
+            raise NotFound(f"no item {item!r} is stored (a new one appears within a second): send it to POST /v1/items")
+        return {**found[0], "attributes": json.loads(found[0]["attributes"])}
+
+    @router.delete("/items/{item:path}", summary="Withdraw an item for good", response_class=Response)
+    def delete_item(item: str) -> Response:
+        return _answer(*intake.items([{"id": item, "deleted": True}]))
+
+    @router.post("/imports", status_code=202, tags=["jobs"], summary="Import a file or folder that the server can see")
+    def post_import(wanted: ImportRequest) -> JobRecord:
+        config = ImportConfig.parse(wanted.model_dump())
+        try:
+            path = confined(config.path, settings.import_folders)
+        except OutsideRoots as error:
+            raise HTTPException(403, str(error)) from error
+        return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}))
+
+    @router.get("/imports/{job_id}/rejects", tags=["jobs"], summary="The refused rows of an import, JSON Lines")
+    def rejects(job_id: str) -> Response:
+        record = jobs.get(job_id)
+        path = settings.data_dir / "jobs" / record.id / "rejects.jsonl"
+
+        def lines() -> Iterator[bytes]:
+            if path.exists():
+                with path.open("rb") as stream:
+                    while block := stream.read(1 << 16):
+                        yield block
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    @router.put("/uploads/{name:path}", status_code=201, summary="Send a file that an import can then read")
+    async def put_upload(request: Request, name: str = PathParameter(max_length=1000)) -> dict[str, Any]:
+        return await _receive(request, uploads, name)
+
+    @router.delete("/uploads/{name:path}", status_code=204, summary="Remove an uploaded file", response_class=Response)
+    def delete_upload(name: str) -> Response:
+        path = _upload_path(uploads, name)
+        if not path.is_file():
+            raise NotFound(f"no uploaded file {name!r}")
+        path.unlink()
+        return Response(status_code=204)
+
+    return router
+
+
+def _upload_path(folder: Path, name: str) -> Path:
+    if not _UPLOAD_NAME.fullmatch(name):
+        raise BadData(f"upload name {name!r}: use letters, digits, '.', '_', '-' and '/' between folders; no part begins with a dot")
+    return folder / name
+
+
+async def _receive(request: Request, folder: Path, name: str) -> dict[str, Any]:
+    """Stream a body to disk; the file appears whole or not at all.
+
+    Raises: BadData, HTTPException 507 where the disk has no room.
+    """
+    path = _upload_path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    announced = request.headers.get("content-length", "")
+    _need_room(folder, int(announced) if announced.isdigit() else 0)
+    temporary = folder / f".incoming-{uuid.uuid4().hex}"
+    size = 0
+    try:
+        with temporary.open("wb") as stream:
+            held = bytearray()
+            async for block in request.stream():
+                held += block
+                if len(held) >= _UPLOAD_BLOCK:
+                    _need_room(folder, len(held))
+                    await run_in_threadpool(stream.write, bytes(held))
+                    size += len(held)
+                    held.clear()
+            size += len(held)
+            stream.write(held)
+            stream.flush()
+            await run_in_threadpool(os.fsync, stream.fileno())
+        if announced.isdigit() and int(announced) != size:
+            raise BadData(f"upload {name!r} broke off after {size} of {announced} bytes: send it again")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"path": str(path.resolve()), "bytes": size}
+
+
+def _need_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free - size < _SPARE_BYTES:
+        raise HTTPException(
+            507,
+            f"{size} bytes do not fit: {free} bytes are free in {folder} and {_SPARE_BYTES} stay in reserve; remove old uploads with DELETE /v1/uploads/NAME",
+        )

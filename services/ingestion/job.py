@@ -1,0 +1,221 @@
+"""Long work of this room: imports of files, and data sets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from semantide.services.ingestion.datasetfiles import DatasetConfig, write_dataset
+from semantide.services.ingestion.eventlog import EventLog, Segment
+from semantide.services.ingestion.fileimport import FileImport, ImportConfig, result_of, run_through
+from semantide.services.ingestion.itemlog import ARTIFACT_SCHEMA, ItemLog
+from semantide.services.ingestion.manifest import Manifest
+from semantide.services.ingestion.schema import Rules
+from semantide.services.ingestion.sources import Source, confined, plan
+from semantide.services.ingestion.stream import DIMENSION, GROUP, STREAM
+from semantide.shared import broker as broker_door
+from semantide.shared.availability import Availability
+from semantide.shared.errors import BadData, TransientError
+from semantide.shared.history import Histories, HistoryEvent
+from semantide.shared.jobs import JobContext, JobOutcome, now_ms
+from semantide.shared.telemetry import logger
+
+MIN_FREE_BYTES = 64 * 1024 * 1024
+_RETRY_SECONDS = 5.0
+_DRAIN_SECONDS = 120.0
+_USERS_PER_MERGE = 500
+_EVENTS_PER_PARTITION = 4_000_000
+_LOG = logger("ingestion")
+
+
+def run(job: JobContext) -> JobOutcome:
+    """Do the job's work: ``import`` or ``dataset``."""
+    if job.spec.kind == "import":
+        return import_files(job)
+    if job.spec.kind == "dataset":
+        return make_dataset(job)
+    raise ValueError(f"ingestion runs no jobs of kind {job.spec.kind!r}: it runs import and dataset")
+
+
+def import_files(job: JobContext) -> JobOutcome:
+    """Read files into the log; ends with refused rows in a file beside the job, and fails where no row was good.
+
+    Raises: BadData.
+    """
+    config = ImportConfig.parse(job.spec.config)
+    folders = job.settings.import_folders
+    sources, skipped, started = _plan(job, config, folders)
+    with closing(Manifest(job.settings.data_dir / "events")) as manifest:
+        dimension = _patiently(job, lambda: job.broker.get(DIMENSION))
+        rules = Rules(
+            job.settings.actions,
+            started,
+            default_action=config.default_action,
+            embedding_dimension=int(dimension) if dimension else ItemLog(manifest).embedding_dimension(),
+        )
+        if config.default_action not in rules.actions:
+            raise ValueError(f"default_action {config.default_action!r} is not a known action: use one of {', '.join(sorted(rules.actions))}")
+        work = FileImport(job.id, manifest, sources, config, rules, job.workdir / "rejects.jsonl")
+        begun, rows_before = time.monotonic(), work.state.num_rows
+
+        def report(work: FileImport) -> None:
+            job.progress(work.done_bytes, work.total_bytes, "bytes", f"importing {Path(work.sources[work.state.file].path).name}")
+            seconds = max(1e-6, time.monotonic() - begun)
+            job.metric(
+                work.state.num_rows, rows=work.state.num_rows, rejected=work.state.rejected, rows_per_second=(work.state.num_rows - rows_before) / seconds
+            )
+
+        def retry(error: Exception) -> bool:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                return False
+            _LOG.warning("the log cannot be written, the import waits", error=str(error))
+            job.progress(work.done_bytes, work.total_bytes, "bytes", f"waiting: {error}")
+            _wait(job, _RETRY_SECONDS)
+            return True
+
+        def check() -> None:
+            job.check_cancelled()
+            while shutil.disk_usage(manifest.folder).free < MIN_FREE_BYTES:
+                retry(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+        run_through(work, check=check, retry=retry, report=report)
+        per_second = (work.state.num_rows - rows_before) / max(1e-6, time.monotonic() - begun)
+        result = result_of(work, skipped, per_second)
+        if work.state.num_rows == work.state.rejected:
+            first = result["rejects"][0] if result["rejects"] else None
+            why = f"the first: {first}" if first else "there were none"
+            raise BadData(f"none of the {work.state.num_rows} rows could be imported; {why}")
+        if result["items"]:
+            _publish_items(job, manifest)
+        if result["interactions"]:
+            _merge_histories(job, EventLog(manifest).segments(job.id))
+        work.release()
+    return JobOutcome(result=result)
+
+
+def _plan(job: JobContext, config: ImportConfig, folders: list[Path]) -> tuple[list[Source], dict[str, str], int]:
+    """The plan of the first start: a restart works on the same files at the same moment, so it decides the same of every row."""
+    path = job.workdir / "plan.json"
+    if path.exists():
+        kept = json.loads(path.read_text())
+        return [Source(**source) for source in kept["sources"]], kept["skipped"], kept["started"]
+    real = confined(config.path, folders)
+    sources, skipped = plan(real, folders, config.options)
+    started = now_ms()
+    temporary = path.with_suffix(".incoming")
+    temporary.write_text(json.dumps({"sources": [source.as_dict() for source in sources], "skipped": skipped, "started": started}, indent=1))
+    temporary.replace(path)
+    return sources, skipped, started
+
+
+def _wait(job: JobContext, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        job.check_cancelled()
+        time.sleep(0.1)
+
+
+def _patiently(job: JobContext, ask: Any) -> Any:
+    """Ask the broker until it answers: what is stored is stored, the rest can wait."""
+    while True:
+        try:
+            return ask()
+        except broker_door.ConnectionLost as error:
+            _LOG.warning("the broker is away, the job waits", error=str(error))
+            _wait(job, 1.0)
+
+
+def _publish_items(job: JobContext, manifest: Manifest) -> None:
+    """Say at once which items must not be recommended, and how long vectors are; the worker announces the rest."""
+    items = ItemLog(manifest)
+    gone = items.unavailable()
+    availability = Availability(job.broker)
+    for begin in range(0, len(gone), 5000):
+        part = gone[begin : begin + 5000]
+        _patiently(job, lambda part=part: availability.update(dict.fromkeys(part, False)))
+    dimension = items.embedding_dimension()
+    if dimension is not None:
+        _patiently(job, lambda: job.broker.set(DIMENSION, dimension, nx=True))
+
+
+def _merge_histories(job: JobContext, segments: list[Segment]) -> None:
+    """Give the imported users their online histories: the last N events, merged with what is there."""
+    settings = job.settings
+    told = [name for name, intensity in settings.actions.items() if intensity >= 1 or intensity < 0]
+    histories = Histories(job.broker, settings.history_length, settings.history_ttl_seconds)
+    paths = [segment.path for segment in segments]
+    partitions = 1 + sum(segment.num_rows for segment in segments) // _EVENTS_PER_PARTITION
+    for partition in range(partitions):
+        job.progress(partition, partitions, "parts", "online histories")
+        frame = (
+            pl.scan_parquet(paths)
+            .select("user", "item", "time", "action")
+            .filter(pl.col("action").is_in(told) & (pl.col("user").hash(seed=0) % partitions == partition))
+            .sort("user", "time")
+            .group_by("user", maintain_order=True)
+            .tail(settings.history_length)
+            .collect()
+        )
+        users = frame.group_by("user", maintain_order=True).agg("item", "time", "action")
+        for part in users.iter_slices(_USERS_PER_MERGE):
+            job.check_cancelled()
+            events = {user: [HistoryEvent(*event) for event in zip(item, moment, action, strict=True)] for user, item, moment, action in part.rows()}
+            _patiently(job, lambda events=events: histories.merge(events))
+
+
+def make_dataset(job: JobContext) -> JobOutcome:
+    """Make a data set of everything that was accepted before now.
+
+    Raises: BadData where nothing is left after cleaning, TransientError where accepted batches are not being stored.
+    """
+    config = DatasetConfig.parse(job.spec.config, session_gap_seconds=job.settings.session_gap_seconds)
+    _wait_for_stream(job)
+    with closing(Manifest(job.settings.data_dir / "events")) as manifest:
+        job.progress(0, 3, "steps", "reading the log")
+        segments = EventLog(manifest).segments()
+        tables = list(ItemLog(manifest).tables())
+    if not segments:
+        raise BadData("there are no interactions: send some to POST /v1/interactions, or import a file with `semantide ingest PATH`")
+    items = pa.concat_tables(tables) if tables else ARTIFACT_SCHEMA.empty_table()
+    events = pl.read_parquet([segment.path for segment in segments], columns=["user", "item", "time", "action", "page", "event"])
+    job.check_cancelled()
+    job.progress(1, 3, "steps", "cleaning and splitting")
+    with tempfile.TemporaryDirectory(dir=job.workdir) as folder:
+        header = write_dataset(events, items, job.settings.actions, config, Path(folder))
+        job.check_cancelled()
+        job.progress(2, 3, "steps", "storing the data set")
+        ref = job.store.put("datasets", Path(folder), config=header["config"], seed=job.spec.seed)
+    job.progress(3, 3, "steps", "done")
+    return JobOutcome(artifacts={"dataset": ref}, result={"counts": header["counts"], "dropped": header["dropped"]})
+
+
+def _wait_for_stream(job: JobContext) -> None:
+    """Wait until what was accepted before now is in the log."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    last = _patiently(job, lambda: job.broker.xrevrange(STREAM, count=1))
+    if not last:
+        return
+    target = _moment(last[0][0])
+    while True:
+        first = _patiently(job, lambda: job.broker.xrange(STREAM, count=1))
+        if not first or _moment(first[0][0]) > target:
+            return
+        if time.monotonic() > deadline:
+            raise TransientError(f"accepted batches wait in {STREAM} (group {GROUP}) and nobody stores them: start the ingestion worker, then resume this job")
+        job.progress(0, 3, "steps", "waiting for accepted batches to be stored")
+        _wait(job, 0.2)
+
+
+def _moment(entry: bytes) -> tuple[int, int]:
+    milliseconds, _, sequence = entry.decode().partition("-")
+    return int(milliseconds), int(sequence)

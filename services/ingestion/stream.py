@@ -1,0 +1,53 @@
+"""The Redis Stream between the API and the event log: names, and what an entry holds.
+
+One entry is one accepted batch: its kind, how many rows, and the rows as an Arrow IPC stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from semantide.services.ingestion.schema import SCHEMAS, Kind
+from semantide.shared.errors import Corrupt
+
+STREAM = "semantide:ingestion:stream"
+GROUP = "eventlog"
+CONSUMER = "writer"
+PARKED = "semantide:dead:semantide.ingestion.stream"
+DIMENSION = "semantide:ingestion:embedding_dimension"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One accepted batch, as it comes off the stream."""
+
+    id: str
+    kind: Kind
+    table: pa.Table
+
+
+def encode(kind: Kind, table: pa.Table) -> dict[str, bytes]:
+    """The fields of an entry."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table)
+    return {"kind": kind.encode(), "rows": str(table.num_rows).encode(), "data": sink.getvalue().to_pybytes()}
+
+
+def decode(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
+    """The entry that ``encode`` made.
+
+    Raises: Corrupt.
+    """
+    kind = fields.get(b"kind", b"").decode(errors="replace")
+    if kind not in ("interactions", "items"):
+        raise Corrupt(f"stream entry {entry_id.decode()} is of kind {kind!r}: something else wrote to {STREAM}")
+    try:
+        with pa.ipc.open_stream(fields[b"data"]) as reader:
+            table = reader.read_all()
+        return Entry(entry_id.decode(), kind, table.cast(SCHEMAS[kind]))  # type: ignore[index,arg-type]
+    except (KeyError, pa.ArrowInvalid, ValueError, OSError) as error:
+        raise Corrupt(f"stream entry {entry_id.decode()} cannot be read ({error}): it was parked in {PARKED}") from error

@@ -1,0 +1,172 @@
+"""Everything that one (model, catalog) needs to answer, loaded and checked: it never changes, so a swap is one assignment.
+
+Legend: N items, L levels.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from semantide.services.serving.registry import Pair
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.catalog import Catalog
+from semantide.shared.decoding.protocol import StepModel
+from semantide.shared.decoding.search_trie import SearchTrie
+from semantide.shared.errors import Corrupt
+from semantide.shared.models.generator import Generator
+from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.vocabulary import Vocabulary
+from semantide.shared.trie import IntArray
+
+DEFAULT_HISTORY_ITEMS = 200
+_MASKS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Items that may not be recommended now; ``version`` changes with the set."""
+
+    version: int = 0
+    items: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What availability and categories allow, in the form that the search takes. ``counts`` is None where everything is allowed."""
+
+    counts: Tensor | None
+    num_allowed: int
+
+
+class MaskCache:
+    """The masks in recent use; the only part of a bundle that moves, and it never changes an answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._masks: OrderedDict[tuple[int, tuple[str, ...], tuple[str, ...]], Mask] = OrderedDict()
+
+    def get(self, key: tuple[int, tuple[str, ...], tuple[str, ...]]) -> Mask | None:
+        """A mask that was made before."""
+        with self._lock:
+            if mask := self._masks.get(key):
+                self._masks.move_to_end(key)
+            return mask
+
+    def put(self, key: tuple[int, tuple[str, ...], tuple[str, ...]], mask: Mask) -> None:
+        """Keep a mask, forget the one used longest ago."""
+        with self._lock:
+            self._masks[key] = mask
+            while len(self._masks) > _MASKS_KEPT:
+                self._masks.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A model, its catalog, and what is known of the items.
+
+    Shapes: ``item_tokens_NL`` [N, L].
+    """
+
+    pair: Pair
+    model: StepModel
+    vocabulary: Vocabulary
+    catalog: Catalog
+    trie: SearchTrie
+    titles: tuple[str, ...]
+    rows_of_category: Mapping[str, IntArray]
+    item_tokens_NL: npt.NDArray[np.int64]
+    max_history_items: int
+    masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
+
+    def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...]) -> Mask:
+        """Which items availability and categories allow."""
+        key = (unavailable.version, categories_any, categories_all)
+        if (mask := self.masks.get(key)) is not None:
+            return mask
+        allowed = np.ones(len(self.catalog), dtype=bool)
+        row_of = self.catalog.row_of
+        allowed[[row_of[item] for item in unavailable.items if item in row_of]] = False
+        if categories_any:
+            some = np.zeros(len(self.catalog), dtype=bool)
+            for category in categories_any:
+                some[self.rows_of_category.get(category, [])] = True
+            allowed &= some
+        for category in categories_all:
+            has = np.zeros(len(self.catalog), dtype=bool)
+            has[self.rows_of_category.get(category, [])] = True
+            allowed &= has
+        mask = Mask(None if allowed.all() else self.trie.prefix_counts(allowed), int(allowed.sum()))
+        self.masks.put(key, mask)
+        return mask
+
+    def rows(self, items: tuple[str, ...]) -> IntArray:
+        """Catalog rows of the items that the catalog has, in the same order."""
+        row_of = self.catalog.row_of
+        return np.array([row_of[item] for item in items if item in row_of], dtype=np.int64)
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """What ``semantide.json`` in a model's folder says.
+
+    Raises: Corrupt.
+    """
+    try:
+        header: dict[str, Any] = json.loads((folder / "semantide.json").read_text())
+        str(header["tokenizer_digest"]), tuple(header["level_sizes"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(f"{folder.name}: semantide.json is missing or unreadable ({type(error).__name__}: {error}): train the model again") from error
+    return header
+
+
+def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[str, IntArray]]:
+    path = folder / "item_info.parquet"
+    if not path.exists():
+        return ("",) * len(catalog), {}
+    table = pq.read_table(path, columns=["item", "title", "categories"])
+    if tuple(table["item"].to_pylist()) != catalog.item_ids:
+        raise Corrupt(f"{folder.name}: item_info.parquet has other items than items.parquet: run the tokenize job again")
+    rows: dict[str, list[int]] = {}
+    for row, categories in enumerate(table["categories"].to_pylist()):
+        for category in set(categories or ()):
+            rows.setdefault(category, []).append(row)
+    return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
+
+
+def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
+    """Read, verify and check a model against a catalog.
+
+    Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
+    """
+    model_folder, catalog_folder = store.get(pair.model), store.get(pair.catalog)
+    header = read_header(model_folder)
+    catalog = Catalog.load(catalog_folder)
+    catalog.check_model(header["tokenizer_digest"], tuple(header["level_sizes"]))
+    generator = Generator.from_pretrained(model_folder, catalog.level_sizes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = generator.to(device).eval().requires_grad_(False)
+    titles, rows_of_category = _item_info(catalog_folder, catalog)
+    catalog.row_of  # noqa: B018  (cached now, not under the first request)
+    vocabulary = generator.vocabulary
+    return Bundle(
+        pair=pair,
+        model=GeneratorDecoder(generator),
+        vocabulary=vocabulary,
+        catalog=catalog,
+        trie=SearchTrie.build(catalog.trie, device),
+        titles=titles,
+        rows_of_category=rows_of_category,
+        item_tokens_NL=vocabulary.item_tokens(catalog.codes),
+        max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
+    )

@@ -1,0 +1,204 @@
+"""Which model serves a deployment with which catalog, what served before, and what waits: one JSON document in Redis.
+
+Every change is a pure function of the state, applied in an optimistic transaction; a version counts changes, so that a reader
+asks for the whole document only when it moved. The last decisions are kept with their time and reason.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import Field
+
+from semantide.shared.contracts import ArtifactRef, Contract
+from semantide.shared.errors import Conflict, NotFound
+
+_PREVIOUS_KEPT = 10
+_CANDIDATES_KEPT = 50
+_DECISIONS_KEPT = 200
+_EXTENSIONS_KEPT = 500
+
+
+class Pair(Contract):
+    """A model and the catalog it serves."""
+
+    model: ArtifactRef
+    catalog: ArtifactRef
+
+
+class Candidate(Contract):
+    """A trained model that may be promoted. ``registered`` is in milliseconds since 1970; ``promoted`` says that its own job's wish was carried out."""
+
+    model: ArtifactRef
+    catalog: ArtifactRef
+    job_id: str = ""
+    registered: int = 0
+    recipe: str = ""
+    metrics: dict[str, Any] = Field(default={})
+    promoted: bool = False
+
+
+class Decision(Contract):
+    """One change of what is live. ``time`` is in milliseconds since 1970."""
+
+    action: Literal["promote", "rollback", "extend"]
+    model: ArtifactRef
+    catalog: ArtifactRef
+    time: int
+    reason: str = ""
+    forced: bool = False
+
+
+class RegistryState(Contract):
+    """Everything the registry knows. ``previous`` is oldest first; ``extensions`` maps a catalog to the one that added items to it."""
+
+    version: int = 0
+    live: Pair | None = None
+    previous: tuple[Pair, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    extensions: dict[str, str] = Field(default={})
+
+    def newest(self, catalog: str) -> str:
+        """The catalog at the end of a chain of extensions."""
+        seen = {catalog}
+        while (following := self.extensions.get(catalog)) is not None and following not in seen:
+            seen.add(following)
+            catalog = following
+        return catalog
+
+    def candidate(self, model: str) -> Candidate | None:
+        """What is known of a trained model."""
+        return next((candidate for candidate in self.candidates if candidate.model == model), None)
+
+    def registered(self, candidate: Candidate) -> RegistryState:
+        """With one candidate more; a known model stays as it is."""
+        if self.candidate(candidate.model) is not None:
+            return self
+        kept = [*self.candidates, candidate]
+        in_use = {pair.model for pair in (*self.previous, *([self.live] if self.live else []))}
+        while len(kept) > _CANDIDATES_KEPT:
+            victim = next((old for old in kept[:-1] if old.model not in in_use), kept[0])
+            kept.remove(victim)
+        return self._with(candidates=tuple(kept))
+
+    def promoted(self, pair: Pair, now_ms: int, reason: str = "", forced: bool = False) -> RegistryState:
+        """With this pair live; what was live goes on the pile for a rollback."""
+        candidates = tuple(c.model_copy(update={"promoted": True}) if c.model == pair.model else c for c in self.candidates)
+        if pair == self.live:
+            return self if candidates == self.candidates else self._with(candidates=candidates)
+        previous = (*self.previous, self.live)[-_PREVIOUS_KEPT:] if self.live else self.previous
+        return self._decided("promote", pair, now_ms, reason, forced, previous=previous, candidates=candidates)
+
+    def rolled_back(self, now_ms: int, reason: str = "") -> RegistryState:
+        """With the pair live that was live before.
+
+        Raises: Conflict when there is none.
+        """
+        if not self.previous:
+            raise Conflict("nothing was live before the present model: promote one of the candidates instead (GET /v1/serving/candidates)")
+        return self._decided("rollback", self.previous[-1], now_ms, reason, False, previous=self.previous[:-1])
+
+    def extended(self, old: str, new: str, now_ms: int) -> RegistryState:
+        """With the items that ``new`` adds to ``old``, wherever a catalog of that line is in use."""
+        if self.extensions.get(old) == new:
+            return self
+        extensions = dict(list({**self.extensions, old: new}.items())[-_EXTENSIONS_KEPT:])
+        line = self._with(extensions=extensions)
+
+        def renew(pair: Pair) -> Pair:
+            return Pair(model=pair.model, catalog=line.newest(pair.catalog))
+
+        line = line.model_copy(
+            update={
+                "previous": tuple(map(renew, self.previous)),
+                "candidates": tuple(c.model_copy(update={"catalog": line.newest(c.catalog)}) for c in self.candidates),
+            }
+        )
+        if self.live is None or renew(self.live) == self.live:
+            return line
+        return line._decided("extend", renew(self.live), now_ms, f"catalog {new} adds items to {old}", False).model_copy(update={"version": line.version})
+
+    def _with(self, **changes: Any) -> RegistryState:
+        return self.model_copy(update={**changes, "version": self.version + 1})
+
+    def _decided(self, action: str, pair: Pair, now_ms: int, reason: str, forced: bool, **changes: Any) -> RegistryState:
+        decision = Decision(action=action, model=pair.model, catalog=pair.catalog, time=now_ms, reason=reason, forced=forced)  # type: ignore[arg-type]
+        return self._with(live=pair, decisions=(*self.decisions, decision)[-_DECISIONS_KEPT:], **changes)
+
+
+class Registry:
+    """The state of one deployment in Redis."""
+
+    def __init__(self, broker: Any, deployment: str = "default", clock: Callable[[], float] = time.time) -> None:
+        self._broker, self._clock = broker, clock
+        self._key = f"semantide:serving:{deployment}:registry"
+        self._version_key = f"semantide:serving:{deployment}:version"
+
+    def version(self) -> int:
+        """Changes with every change of the state."""
+        return int(self._broker.get(self._version_key) or 0)
+
+    def read(self) -> RegistryState:
+        """The whole state."""
+        return self._parse(self._broker.get(self._key))
+
+    @staticmethod
+    def _parse(raw: bytes | None) -> RegistryState:
+        return RegistryState.model_validate(json.loads(raw)) if raw else RegistryState()
+
+    def change(self, function: Callable[[RegistryState], RegistryState]) -> RegistryState:
+        """Apply a pure function to the state, again if somebody else was quicker; what it raises changes nothing."""
+
+        def apply(pipe: Any) -> RegistryState:
+            old = self._parse(pipe.get(self._key))
+            new = function(old)
+            pipe.multi()
+            if new != old:
+                pipe.set(self._key, new.model_dump_json())
+                pipe.set(self._version_key, new.version)
+            return new
+
+        result: RegistryState = self._broker.transaction(apply, self._key, value_from_callable=True)
+        return result
+
+    def register(self, candidate: Candidate) -> RegistryState:
+        """Remember a trained model; its catalog becomes the newest of its line."""
+        stamped = candidate.model_copy(update={"registered": candidate.registered or self._now()})
+        return self.change(lambda state: state.registered(stamped.model_copy(update={"catalog": state.newest(stamped.catalog)})))
+
+    def resolve(self, model: str, catalog: str | None, *, force: bool = False, trained_on: str | None = None) -> Pair:
+        """What a wish to promote means: the catalog given, else the newest of the line that the model was trained on.
+
+        Raises: NotFound when the model is no candidate and ``force`` is not set.
+        """
+        state = self.read()
+        candidate = state.candidate(model)
+        if candidate is None and not force:
+            known = ", ".join(c.model[:20] + "..." for c in state.candidates[-5:]) or "none"
+            raise NotFound(f"model {model} is no candidate (the latest: {known}): promote one of GET /v1/serving/candidates, or set force to true")
+        chosen = catalog or (candidate.catalog if candidate else None) or (state.newest(trained_on) if trained_on else None)
+        if chosen is None:
+            raise NotFound(f"model {model} does not say which catalog it was trained for: name one in `catalog`")
+        return Pair(model=model, catalog=chosen)
+
+    def promote(self, pair: Pair, *, reason: str = "", forced: bool = False) -> RegistryState:
+        """Make a pair live. Load it first: the registry does not."""
+        return self.change(lambda state: state.promoted(pair, self._now(), reason, forced))
+
+    def rollback(self, reason: str = "") -> RegistryState:
+        """Make the previous pair live again.
+
+        Raises: Conflict.
+        """
+        return self.change(lambda state: state.rolled_back(self._now(), reason))
+
+    def extend(self, old: str, new: str) -> RegistryState:
+        """Let ``new`` take the place of ``old``, to which it added items."""
+        return self.change(lambda state: state.extended(old, new, self._now()))
+
+    def _now(self) -> int:
+        return int(self._clock() * 1000)

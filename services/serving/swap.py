@@ -1,0 +1,133 @@
+"""Follows the registry: loads and warms what it wants in the background, then swaps with one assignment.
+
+Requests take the bundle once and keep it until they are answered, so a swap disturbs none of them; the old bundle goes when its last request does.
+A bundle that cannot be loaded or warmed never becomes live: the present one stays, and the cause is shown.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from semantide.services.serving.bundle import Bundle, Unavailable
+from semantide.services.serving.registry import Pair, Registry
+from semantide.shared.availability import Availability
+from semantide.shared.errors import PermanentError
+from semantide.shared.telemetry import logger
+
+_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class SwapStatus:
+    """What the registry wants, what this process serves, and why these differ, if they do."""
+
+    wanted: Pair | None = None
+    loaded: Pair | None = None
+    error: str | None = None
+
+
+class Swapper:
+    """Holds the live bundle of this process.
+
+    ``load`` reads and warms a pair, or raises.
+    """
+
+    def __init__(
+        self, registry: Registry, load: Callable[[Pair], Bundle], on_swap: Callable[[str], None] = lambda _: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._registry, self._load, self._on_swap, self._clock = registry, load, on_swap, clock
+        self._lock = threading.Lock()  # one load at a time
+        self._bundle: Bundle | None = None
+        self._prepared: Bundle | None = None
+        self._seen_version: int | None = None
+        self._retry_at = 0.0
+        self._status = SwapStatus()
+        self._log = logger("serving")
+
+    @property
+    def bundle(self) -> Bundle | None:
+        """The live bundle; take it once per batch."""
+        return self._bundle
+
+    @property
+    def status(self) -> SwapStatus:
+        """What is wanted and what is served."""
+        return self._status
+
+    def prepare(self, pair: Pair) -> None:
+        """Load a pair that is about to be promoted, so that a broken one is refused before anything changes.
+
+        Raises: NotFound, Corrupt, Conflict, and what the model itself raises.
+        """
+        with self._lock:
+            if self._bundle is None or self._bundle.pair != pair:
+                self._prepared = self._load(pair)
+
+    def poll(self) -> None:
+        """Do what the registry wants, if it changed since the last look or a passing fault may have passed."""
+        version = self._registry.version()
+        if version == self._seen_version and not (self._retry_at and self._clock() >= self._retry_at):
+            return
+        with self._lock:
+            state = self._registry.read()
+            self._retry_at = 0.0
+            self._follow(state.live, state.previous)
+            self._seen_version = state.version
+
+    def _follow(self, wanted: Pair | None, previous: tuple[Pair, ...]) -> None:
+        present = self._bundle.pair if self._bundle else None
+        if wanted is None or wanted == present:
+            self._status = SwapStatus(wanted, present)
+            return
+        error = self._try(wanted)
+        if error is None:
+            return
+        if self._bundle is None:  # a start with a broken live model: better the one before than nothing
+            for pair in reversed(previous):
+                if self._try(pair) is None:
+                    break
+        self._status = SwapStatus(wanted, self._bundle.pair if self._bundle else None, error)
+
+    def _try(self, pair: Pair) -> str | None:
+        """Load, swap, and say what went wrong, if anything."""
+        start = self._clock()
+        try:
+            prepared, self._prepared = self._prepared, None
+            bundle = prepared if prepared is not None and prepared.pair == pair else self._load(pair)
+        except Exception as error:
+            if not isinstance(error, PermanentError):
+                self._retry_at = self._clock() + _RETRY_SECONDS
+            self._log.error("model cannot be loaded, the present one goes on", model=pair.model, catalog=pair.catalog, error=str(error), exc_info=True)
+            self._on_swap("refused")
+            return f"{type(error).__name__}: {error}"
+        self._bundle = bundle
+        self._status = SwapStatus(pair, pair)
+        self._log.info("model is live", model=pair.model, catalog=pair.catalog, items=len(bundle.catalog), seconds=round(self._clock() - start, 3))
+        self._on_swap("swapped")
+        return None
+
+
+class AvailabilityWatch:
+    """Keeps the set of unavailable items at hand; ``poll`` looks whether it changed."""
+
+    def __init__(self, availability: Availability) -> None:
+        self._availability = availability
+        self._seen: int | None = None
+        self._current = Unavailable()
+
+    @property
+    def current(self) -> Unavailable:
+        """The set as last seen."""
+        return self._current
+
+    def poll(self) -> None:
+        """Read the set again if somebody wrote to it."""
+        version = self._availability.version()
+        if version != self._seen:
+            items = frozenset(self._availability.unavailable())
+            # A number of our own: the broker's starts again when the broker does.
+            self._current = Unavailable(self._current.version + 1, items)
+            self._seen = version

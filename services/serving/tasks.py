@@ -1,0 +1,54 @@
+"""Queue door of serving: trained models become candidates, new items reach the live catalog."""
+
+from __future__ import annotations
+
+from semantide.services.serving.bundle import read_header
+from semantide.services.serving.registry import Candidate, Registry
+from semantide.services.serving.service import load_and_warm
+from semantide.shared.catalog import Catalog
+from semantide.shared.contracts import CatalogReady, ModelTrained
+from semantide.shared.errors import Conflict
+from semantide.shared.queues import handler
+from semantide.shared.room import Room
+from semantide.shared.telemetry import logger
+
+
+@handler(ModelTrained)
+def keep_candidate(message: ModelTrained, room: Room) -> None:
+    """Register a trained model; promote it when its job asked for that, once."""
+    header = read_header(room.store.get(message.model))
+    registry = Registry(room.broker)
+    candidate = Candidate(
+        model=message.model,
+        catalog=message.catalog,
+        job_id=message.job_id,
+        recipe=str(header.get("recipe") or ""),
+        metrics=header["metrics"] if isinstance(header.get("metrics"), dict) else {},
+    )
+    known = registry.register(candidate).candidate(message.model)
+    # A message may come twice; the second must not undo a rollback made in between.
+    if message.promote and known is not None and not known.promoted:
+        pair = registry.resolve(message.model, None)
+        load_and_warm(room.store, pair)
+        registry.promote(pair, reason=f"asked for by job {message.job_id}")
+        logger("serving").info("model promoted", model=pair.model, catalog=pair.catalog, job=message.job_id)
+
+
+@handler(CatalogReady)
+def extend_catalog(message: CatalogReady, room: Room) -> None:
+    """Let a catalog that adds items take the place of the one it extends, so that the new items can be recommended.
+
+    Raises: Conflict when it spells items in another way.
+    """
+    if message.extends is None:
+        return
+    old, new = Catalog.load(room.store.get(message.extends)), Catalog.load(room.store.get(message.catalog))
+    new.check_model(old.tokenizer_digest, old.level_sizes)
+    moved = [item for item, codes in zip(old.item_ids, old.codes.tolist(), strict=True) if item in new.row_of and codes != new.codes[new.row_of[item]].tolist()]
+    if moved:
+        raise Conflict(
+            f"catalog {message.catalog} gives item {moved[0]!r} and {len(moved) - 1} more other codes than {message.extends}, which it should only extend: "
+            "publish it as a new catalog and train on it"
+        )
+    state = Registry(room.broker).extend(message.extends, message.catalog)
+    logger("serving").info("catalog extended", old=message.extends, new=message.catalog, live=state.live.catalog if state.live else None)

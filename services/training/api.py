@@ -1,0 +1,41 @@
+"""REST routes of this room: trained models and recipes. Jobs have routes of their own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from semantide.services.training.recipes import RECIPES
+from semantide.shared.errors import NotFound
+from semantide.shared.http import APIRouter
+from semantide.shared.room import Room
+
+
+def build(room: Room) -> APIRouter:
+    """Models and recipes."""
+    router = APIRouter(prefix="/v1", tags=["models"])
+
+    def card(ref: str) -> dict[str, Any]:
+        manifest = room.store.manifest(ref)
+        text = room.store.fs.cat_file(f"{room.store.root}/{ref}/semantide.json") if "semantide.json" in manifest["files"] else b"{}"
+        size = sum(file["bytes"] for file in manifest["files"].values())
+        return {"model": ref, **json.loads(text), "seed": manifest["seed"], "code": manifest["code"], "size_bytes": size}
+
+    @router.get("/models", summary="Trained models, without their configurations")
+    def models() -> list[dict[str, Any]]:
+        cards = [card(ref) for ref in room.store.list("models")]
+        return [{name: value for name, value in entry.items() if name != "config"} for entry in cards]
+
+    @router.get("/models/{ref:path}", summary="One model: recipe, metrics, catalog")
+    def model(ref: str) -> dict[str, Any]:
+        full = ref if ref.startswith("models/") else f"models/{ref}"
+        if full not in room.store.list("models"):
+            raise NotFound(f"no model {ref!r}: GET /v1/models lists them")
+        return card(full)
+
+    @router.get("/recipes", summary="Recipes that a train job can name, with all their numbers")
+    def recipes() -> dict[str, Any]:
+        return {name: asdict(build()) for name, build in RECIPES.items()}
+
+    return router

@@ -1,0 +1,108 @@
+"""Which histories make up which batch: a function of seed, epoch and place, so that a checkpoint only keeps the last two.
+
+Legend: E items of all histories, U users, P pieces (a history or a stretch of one), T items of a batch, B pieces of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from semantide.services.training.recipes import TrainConfig
+from semantide.shared.errors import BadData
+from semantide.shared.jagged import Jagged
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over the histories, cut into batches.
+
+    Shapes: ``rows`` [T of all], ``starts_P``, ``lengths_P`` into it; ``batches`` lists pieces.
+    """
+
+    rows: IntArray
+    starts_P: IntArray
+    lengths_P: IntArray
+    batches: tuple[IntArray, ...]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def batch(self, index: int) -> Jagged:
+        """Item rows of one batch, shorter histories first: equal lengths lie together, which attention needs to see them as one block."""
+        pieces = self.batches[index]
+        lengths = self.lengths_P[pieces]
+        pieces = pieces[np.argsort(lengths, kind="stable")]
+        places, offsets = _ranges(self.starts_P[pieces], self.lengths_P[pieces])
+        return Jagged(torch.from_numpy(self.rows[places]), torch.from_numpy(offsets))
+
+
+class Sampler:
+    """Makes the epochs of a run."""
+
+    def __init__(self, histories: Iterable[npt.NDArray[np.integer]], config: TrainConfig, seed: int) -> None:
+        kept = [np.asarray(history, dtype=np.int64) for history in histories if len(history)]
+        if not kept:
+            raise BadData("the data set has no training interactions: import more data, or lower the filters of the dataset job")
+        self._rows = np.concatenate(kept)
+        self._lengths_U = np.array([len(history) for history in kept], dtype=np.int64)
+        self._starts_U = np.cumsum(self._lengths_U) - self._lengths_U
+        self._config, self._seed = config, seed
+
+    @property
+    def num_histories(self) -> int:
+        """Users with training interactions."""
+        return len(self._lengths_U)
+
+    def epoch(self, number: int) -> Epoch:
+        """Batches of one pass, each time the same for the same number."""
+        config, rng = self._config, np.random.default_rng([self._seed, number])
+        starts, lengths = self._pieces(rng)
+        rows = self._rows
+        if config.skip_rate:
+            places, _ = _ranges(starts, lengths)
+            piece = np.repeat(np.arange(len(lengths)), lengths)
+            keep = rng.random(len(places)) >= config.skip_rate
+            left = np.bincount(piece[keep], minlength=len(lengths))
+            keep |= (left < np.minimum(2, lengths))[piece]  # a history that would all but vanish stays whole
+            rows = rows[places[keep]]
+            lengths = np.bincount(piece[keep], minlength=len(lengths)).astype(np.int64)
+            starts = np.cumsum(lengths) - lengths
+        # Similar lengths share a batch; some noise keeps the same histories from meeting in every epoch.
+        order = np.argsort(lengths * (1 + 0.05 * rng.random(len(lengths))) + 1.5 * rng.random(len(lengths)), kind="stable")
+        begins = np.cumsum(lengths[order]) - lengths[order]
+        batch_of = begins // config.items_per_batch
+        cuts = np.flatnonzero(np.diff(batch_of)) + 1
+        batches = np.split(order, cuts)
+        shuffled = rng.permutation(len(batches))
+        return Epoch(rows, starts, lengths, tuple(batches[index] for index in shuffled))
+
+    def _pieces(self, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+        longest, lengths = self._config.max_items, self._lengths_U
+        users = np.arange(len(lengths))
+        if self._config.crop == "cover":
+            users = np.repeat(users, np.maximum(1, (lengths / longest + rng.random(len(lengths))).astype(np.int64)))
+        room = np.maximum(lengths[users] - longest, 0)
+        if self._config.crop == "last":
+            skipped = room
+        elif self._config.crop == "cover":
+            # Stretches may lean over the ends, so that first and last items come up as often as others.
+            lean = longest // 4
+            skipped = np.clip(rng.integers(-lean, room + lean + 1), 0, room)
+        else:
+            skipped = rng.integers(0, room + 1)
+            if self._config.crop == "mixed":
+                skipped = np.where(rng.random(len(users)) < 0.5, room, skipped)
+        return self._starts_U[users] + skipped, np.minimum(lengths[users], longest)
+
+
+def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    """The places start, start + 1, ... of every piece one after another, and where each begins."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets

@@ -1,0 +1,93 @@
+"""Full-ranking evaluation of any ranker on the cases of one part of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from semantide.services.training.rankers import Ranker
+from semantide.shared.dataset import Dataset, Part
+from semantide.shared.metrics import RankingMetrics
+
+Rows = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What an evaluation measures."""
+
+    ks: tuple[int, ...] = (1, 5, 10, 50)
+    part: Literal["valid", "test"] = "test"
+    beam_width: int = 50
+    max_users: int | None = None
+    """Users drawn by the job's seed; None: all."""
+
+    def __post_init__(self) -> None:
+        if not self.ks or any(isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 10_000 for k in self.ks):
+            raise ValueError(f"ks is {list(self.ks)}: give list lengths from 1 to 10000, such as [1, 5, 10, 50]")
+        if self.part not in ("valid", "test"):
+            raise ValueError(f"part is {self.part!r}: give 'valid' or 'test'")
+        for name, value in (("beam_width", self.beam_width), ("max_users", self.max_users)):
+            if (value is None and name == "beam_width") or (value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)):
+                raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
+
+    @classmethod
+    def of(cls, changes: dict[str, Any]) -> EvaluateConfig:
+        """From a job's ``config``.
+
+        Raises: ValueError that names the field.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"config field {name!r} is unknown: known are {', '.join(known)}")
+        values = dict(changes)
+        if "ks" in values:
+            if not isinstance(values["ks"], (list, tuple)):
+                raise ValueError(f"ks is {values['ks']!r}: give a list such as [1, 5, 10, 50]")
+            values["ks"] = tuple(values["ks"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One user's history and what came after it; rows of the data set's item table."""
+
+    user: int
+    history: Rows
+    targets: Rows
+
+
+def cases_of(dataset: Dataset, part: Part, max_users: int | None = None, seed: int = 0) -> list[Case]:
+    """The cases of a part, or of ``max_users`` drawn users."""
+    cases = [Case(*case) for case in dataset.cases(part)]
+    if max_users and max_users < len(cases):
+        chosen = np.random.default_rng([seed, 77]).choice(len(cases), max_users, replace=False)
+        cases = [cases[index] for index in np.sort(chosen)]
+    return cases
+
+
+def evaluate(
+    ranker: Ranker,
+    cases: Sequence[Case],
+    *,
+    ks: tuple[int, ...],
+    num_items: int,
+    exclude_seen: bool,
+    cases_per_batch: int = 64,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, float]:
+    """All metrics of a ranker; with ``exclude_seen`` no item of a history is recommended again."""
+    metrics = RankingMetrics(ks, num_items)
+    # Histories of one length share a batch, so that attention sees dense blocks.
+    ordered = sorted(cases, key=lambda case: len(case.history))
+    for begin in range(0, len(ordered), cases_per_batch):
+        batch = ordered[begin : begin + cases_per_batch]
+        lists = ranker.rank([case.history for case in batch], max(ks), exclude_seen)
+        metrics.add(lists, [case.targets for case in batch], [case.history for case in batch])
+        tick(begin + len(batch), len(ordered))
+    return metrics.result()

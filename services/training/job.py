@@ -1,0 +1,190 @@
+"""Long work of this room: ``train`` a model, ``evaluate`` models side by side."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from semantide.services.training.alignment import rows_of
+from semantide.services.training.batches import Sampler
+from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
+from semantide.services.training.initialisation import begin_at_codebooks, read_codebooks
+from semantide.services.training.objective import NextItem, NextToken
+from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, SASRecRanker
+from semantide.services.training.recipes import TrainConfig, recipe
+from semantide.services.training.trainer import Listener, Trainer
+from semantide.shared.catalog import Catalog
+from semantide.shared.contracts import ModelTrained
+from semantide.shared.dataset import Dataset
+from semantide.shared.errors import BadData, Conflict
+from semantide.shared.jobs import JobContext, JobOutcome
+from semantide.shared.models.generator import Generator
+from semantide.shared.models.popularity import Popularity
+from semantide.shared.models.sasrec import SASRec
+
+_TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
+
+
+def run(job: JobContext) -> JobOutcome:
+    """Dispatch on the job's kind."""
+    try:
+        return train(job) if job.spec.kind == "train" else evaluate_models(job)
+    except ValueError as error:
+        raise BadData(f"job {job.id}: {error}") from error
+
+
+def train(job: JobContext) -> JobOutcome:
+    """Train the recipe's model and store it with all that serving it needs.
+
+    Raises: BadData for a wrong config, Conflict for a catalog without the data set's items, PermanentError when the loss is not a number.
+    """
+    changes = dict(job.spec.config)
+    promote = changes.pop("promote", False)
+    if not isinstance(promote, bool):
+        raise BadData(f"config promote is {promote!r}: give true or false")
+    config = recipe(job.spec.recipe or "small", changes)
+    dataset = Dataset.load(job.store.get(_input(job, "dataset")))
+    catalog = None if config.model_type == "sasrec" else Catalog.load(job.store.get(_input(job, "catalog")))
+    device = _device()
+    torch.manual_seed(job.spec.seed)
+    model, objective, ranker = _assemble(config, dataset, catalog, job, device)
+    valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
+
+    def tick(done: int, total: int) -> None:
+        job.check_cancelled()
+        job.progress(done, total, "users", "validating")
+
+    def validate() -> dict[str, float]:
+        figures = evaluate(ranker, valid, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, tick=tick)
+        return {name: figures[name] for name in ("ndcg@10", "hr@10")}
+
+    trainer = Trainer(
+        config,
+        objective,
+        Sampler(dataset.train_histories(), config, job.spec.seed),
+        validate if valid else None,
+        Listener(time.monotonic, job.progress, lambda step, values: job.metric(step, **values), job.check_cancelled),
+        job.workdir / "checkpoints",
+        seed=job.spec.seed,
+        identity=json.dumps(job.spec.inputs, sort_keys=True),
+    )
+    state = trainer.run()
+    best = state.validations[[v["epoch"] for v in state.validations].index(state.best_epoch)] if state.best_epoch > 0 else {}
+    metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1]}
+    folder = job.workdir / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    card: dict[str, Any] = {
+        "model_type": config.model_type,
+        "recipe": config.recipe,
+        "config": asdict(config),
+        "dataset": job.spec.inputs["dataset"],
+        "catalog": job.spec.inputs.get("catalog"),
+        "max_items": config.max_items,
+        "metrics": metrics,
+    }
+    if catalog is not None:
+        card |= {"tokenizer_digest": catalog.tokenizer_digest, "level_sizes": list(catalog.level_sizes), "item_id_levels": len(catalog.level_sizes)}
+    else:
+        (folder / "items.json").write_text(json.dumps(list(dataset.item_ids)))
+    (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
+    (folder / "training.json").write_text(json.dumps({"losses": state.losses, "validations": state.validations}))
+    ref = job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
+    if catalog is not None:
+        job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
+    shutil.rmtree(job.workdir / "checkpoints", ignore_errors=True)
+    return JobOutcome({"model": ref}, metrics)
+
+
+def evaluate_models(job: JobContext) -> JobOutcome:
+    """Rank the held-out items by popularity, SASRec (input ``baseline``) and the generator, with the seen filter off and on.
+
+    Raises: BadData for a wrong config, Conflict for a model of another catalog.
+    """
+    config = EvaluateConfig.of(dict(job.spec.config))
+    dataset = Dataset.load(job.store.get(_input(job, "dataset")))
+    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed)
+    if not cases:
+        raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
+    rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
+    for name in ("baseline", "model"):
+        if name in job.spec.inputs:
+            label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width)
+            rankers[label if label not in rankers else f"{label} ({name})"] = ranker
+    kept = job.workdir / "rows.json"
+    rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
+    todo = [(name, ranker, seen) for name, ranker in rankers.items() for seen in (False, True)]
+    for index, (name, ranker, seen) in enumerate(todo):
+        if index < len(rows):
+            continue
+
+        def tick(done: int, total: int, index: int = index, name: str = name) -> None:
+            job.check_cancelled()
+            job.progress(index + done / total, len(todo), "rankings", f"evaluating {name}")
+
+        figures = evaluate(ranker, cases, ks=config.ks, num_items=len(dataset.item_ids), exclude_seen=seen, tick=tick)
+        counts = {name: figures.pop(name) for name in ("cases", "repeat_share", "short_share")}
+        rows.append({"model": name, "exclude_seen": seen, "metrics": figures, **counts})
+        job.metric(index, **figures)
+        aside = kept.with_suffix(".incoming")
+        aside.write_text(json.dumps(rows))
+        aside.replace(kept)
+    result = {
+        "rows": rows,
+        "part": config.part,
+        "ks": list(config.ks),
+        "beam_width": config.beam_width,
+        "ranking": "full",
+        "users": len(cases),
+        "items": len(dataset.item_ids),
+    }
+    return JobOutcome({}, result)
+
+
+def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int) -> tuple[str, Ranker]:
+    """A stored model as a ranker of the data set's items, and its name."""
+    folder = job.store.get(ref)
+    card = json.loads((folder / "semantide.json").read_text())
+    if card["model_type"] == "sasrec":
+        items = json.loads((folder / "items.json").read_text())
+        rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
+        return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(_device()), rows, card["max_items"])
+    catalog_ref = job.spec.inputs.get("catalog") or card["catalog"]
+    catalog = Catalog.load(job.store.get(catalog_ref))
+    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
+    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
+    model = Generator.from_pretrained(folder).to(_device())
+    return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
+
+
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, device: torch.device) -> tuple[Any, Any, Ranker]:
+    if catalog is None:
+        sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
+        rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
+        return sasrec, NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items)
+    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {job.spec.inputs['catalog'][:26]}...", _TOKENIZE_AGAIN)
+    generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0))
+    if config.codebook_share:
+        begin_at_codebooks(generator, read_codebooks(job.store.get(job.spec.inputs["catalog"])), config.codebook_share, job.spec.seed)
+    generator = generator.to(device)
+    tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
+    return (
+        generator,
+        NextToken(generator, tokens, config),
+        GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
+    )
+
+
+def _input(job: JobContext, name: str) -> str:
+    if name not in job.spec.inputs:
+        raise Conflict(f"a {job.spec.kind} job needs the input {name!r}: give inputs {{{name!r}: '{name}s/sha256-...'}}")
+    return job.spec.inputs[name]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,109 @@
+"""Rankings of the data set's items after a history, by each kind of model; all of them rank every item.
+
+Legend: R requests, n length of a list, N items of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from semantide.services.training.alignment import inverse
+from semantide.shared.decoding.beam_search import beam_search
+from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
+from semantide.shared.jagged import Jagged
+from semantide.shared.models.generator import Generator
+from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.popularity import Popularity
+from semantide.shared.models.sasrec import SASRec
+from semantide.shared.trie import Trie
+
+IntArray = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.integer]
+
+
+class Ranker(Protocol):
+    """Ranks items after each history."""
+
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+        """Rows of the n best items of each history [R, n], best first, -1 where a list ends early."""
+        ...
+
+
+class PopularityRanker:
+    """The same list for everybody, less what each has seen."""
+
+    def __init__(self, popularity: Popularity) -> None:
+        self._ranking = popularity.ranking()
+
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+        """See ``Ranker``."""
+        lists = np.full((len(histories), n), -1, dtype=np.int64)
+        for request, history in enumerate(histories):
+            top = self._ranking[: n + len(history)] if exclude_seen else self._ranking[:n]
+            best = top[~np.isin(top, history)][:n] if exclude_seen else top
+            lists[request, : len(best)] = best
+        return lists
+
+
+class SASRecRanker:
+    """Exact scores of every item.
+
+    ``model_rows`` [N] gives the model's row of each item of the data set.
+    """
+
+    def __init__(self, model: SASRec, model_rows: IntArray, max_items: int) -> None:
+        self._model, self._max_items = model, min(max_items, model.config.max_items)
+        self._device = model.items.weight.device
+        self._rows = model_rows
+        self._rows_N = torch.from_numpy(model_rows).to(self._device)
+
+    @torch.inference_mode()
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+        """See ``Ranker``."""
+        packed = Jagged.from_sequences(np.concatenate([[-1], self._rows[history[-self._max_items :]]]) for history in histories).to(self._device)
+        hidden_RD = self._model.eval()(packed.values, packed.offsets_B1)[packed.last_rows_B()]
+        scores_RN = self._model.logits(hidden_RD)[:, self._rows_N].float()
+        if exclude_seen:
+            for request, history in enumerate(histories):
+                scores_RN[request, torch.from_numpy(np.asarray(history, dtype=np.int64))] = -torch.inf
+        best = scores_RN.topk(min(n, scores_RN.shape[1]), dim=1)
+        lists = np.full((len(histories), n), -1, dtype=np.int64)
+        lists[:, : best.indices.shape[1]] = best.indices.masked_fill(best.values == -torch.inf, -1).cpu().numpy()
+        return lists
+
+
+class GeneratorRanker:
+    """Beam search over the catalog's trie.
+
+    ``catalog_rows`` [N] gives the catalog's row of each item of the data set; catalog items beyond those are not recommended here.
+    """
+
+    def __init__(self, model: Generator, trie: Trie, codes: IntArray, catalog_rows: IntArray, max_items: int, beam_width: int) -> None:
+        self._decoder, self._max_items, self._beam_width = GeneratorDecoder(model), max_items, beam_width
+        self._device = model.head_VD.device
+        self._trie = SearchTrie.build(trie, self._device)
+        self._item_tokens_NL = model.vocabulary.item_tokens(codes)[catalog_rows]
+        self._vocabulary = model.vocabulary
+        self._catalog_rows, self._item_of = catalog_rows, inverse(catalog_rows, len(codes))
+        self._mask = self._trie.prefix_counts(self._item_of >= 0)
+        self._everything = bool((self._item_of >= 0).all())
+
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+        """See ``Ranker``; the search keeps at least n beams."""
+        prompts = Jagged.from_sequences(self._vocabulary.history_tokens(self._item_tokens_NL[history[-self._max_items :]]) for history in histories)
+        node_filter = None
+        if exclude_seen or not self._everything:
+            seen: list[IntArray | list[int]] = [self._catalog_rows[np.asarray(history, dtype=np.int64)] if exclude_seen else [] for history in histories]
+            node_filter = ItemFilter.build(self._trie, [self._mask], [0] * len(histories), seen)
+        self._decoder.generator.eval()
+        prompts = prompts.to(self._device)
+        hits = beam_search(self._decoder, self._trie, prompts.values, prompts.offsets_B1, max(n, self._beam_width), node_filter=node_filter)
+        rows = hits.rows_RW[:, :n].cpu().numpy()
+        lists = np.full((len(histories), n), -1, dtype=np.int64)
+        lists[:, : rows.shape[1]] = np.where(rows >= 0, self._item_of[rows], -1)
+        return lists

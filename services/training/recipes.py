@@ -1,0 +1,172 @@
+"""Full training configurations by name; a job's ``config`` may override single numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from semantide.shared.models.generator import GeneratorConfig
+from semantide.shared.models.sasrec import SASRecConfig
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a training run computes. Only the numbers of the chosen ``model_type`` count."""
+
+    recipe: str
+    model_type: Literal["generator", "sasrec"] = "generator"
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    sasrec: SASRecConfig = field(default_factory=SASRecConfig)
+
+    max_items: int = 50
+    """Longest history in training and evaluation, items."""
+    crop: Literal["last", "random", "mixed", "cover"] = "last"
+    """Of a longer history: its last items, a random stretch, either with even odds, or as many random stretches as cover it once."""
+    skip_rate: float = 0.0
+    """Share of items left out of each history, drawn anew each epoch."""
+    items_per_batch: int = 1024
+    """Items in a batch, all sequences together; none is padded."""
+
+    codebook_share: float = 0.0
+    """Generator: share of the tokenizer's code vectors in the first embeddings. 0: they begin at random."""
+    label_smoothing: float = 0.0
+    level_weights: tuple[float, ...] = ()
+    """Weight of each level's loss. Empty: 1 each."""
+    num_negatives: int = 0
+    """SASRec: sampled negatives per batch. 0: softmax over all items."""
+
+    learning_rate: float = 2e-3
+    embedding_rate_scale: float = 1.0
+    """Factor on the learning rate of embeddings and head."""
+    muon_rate: float = 0.0
+    """Learning rate of Muon, which then trains the layers' matrices in the place of AdamW. 0: AdamW trains everything."""
+    weight_decay: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.98
+    clip_norm: float = 1.0
+    warmup_steps: int = 100
+    final_rate_share: float = 0.02
+    """The cosine ends at this share of the learning rate."""
+    ema: float = 0.0
+    """Decay of the running average of weights that is validated and kept. 0: the weights themselves."""
+
+    epochs: int = 30
+    evaluate_every: int = 1
+    """Epochs from one validation to the next."""
+    patience: int = 5
+    """Validations without a better NDCG@10 before training stops."""
+    valid_users: int = 1000
+    """Users in each validation; 0: all."""
+    valid_beam_width: int = 20
+    log_every: int = 20
+    """Steps from one row of live metrics to the next."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of activations; ``auto``: bfloat16 where the device is built for it, which no CPU counts as."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 10_000_000), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
+            ("learning_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 1, 100_000), ("evaluate_every", 1, 100_000),
+            ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
+        ):  # fmt: skip
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number from {low} to {high}")
+        for name, choices in (
+            ("model_type", ("generator", "sasrec")),
+            ("crop", ("last", "random", "mixed", "cover")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
+
+
+def tiny() -> TrainConfig:
+    """A small generator that learns a few thousand histories within two minutes on two CPU cores."""
+    shape = GeneratorConfig(num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=128, dropout=0.2, embedding_dropout=0.2)
+    return TrainConfig("tiny", generator=shape, learning_rate=3e-3, epochs=15, patience=4, max_items=50)
+
+
+def small() -> TrainConfig:
+    """About a million parameters: public benchmarks on a CPU."""
+    shape = GeneratorConfig(num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256, dropout=0.2, embedding_dropout=0.2)
+    return TrainConfig("small", generator=shape, epochs=40, patience=6, max_items=50)
+
+
+def base() -> TrainConfig:
+    """Tens of millions of parameters, for an accelerator and millions of histories."""
+    shape = GeneratorConfig(
+        num_layers=8,
+        hidden_size=512,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        dropout=0.1,
+        embedding_dropout=0.1,
+        initializer_range=0.02,
+    )
+    return TrainConfig(
+        "base",
+        generator=shape,
+        learning_rate=6e-4,
+        items_per_batch=16384,
+        max_items=200,
+        crop="cover",
+        warmup_steps=1000,
+        epochs=20,
+        valid_users=5000,
+        valid_beam_width=50,
+    )
+
+
+def sasrec() -> TrainConfig:
+    """The baseline: SASRec with a softmax loss over all items."""
+    return TrainConfig(
+        "sasrec", model_type="sasrec", sasrec=SASRecConfig(dropout=0.3, embedding_dropout=0.3), learning_rate=2e-3, weight_decay=0.01, epochs=30, patience=4
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "base": base, "sasrec": sasrec}
+
+
+def recipe(name: str, changes: Mapping[str, Any] | None = None) -> TrainConfig:
+    """A recipe with some numbers replaced; ``changes`` nests as the configuration does.
+
+    Raises: ValueError that names the recipe or the field.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"recipe {name!r} is unknown: give one of {', '.join(RECIPES)}")
+    return overridden(RECIPES[name](), changes or {}, "")
+
+
+def overridden(config: C, changes: Mapping[str, Any], path: str) -> C:
+    """A frozen dataclass with some fields replaced, checked by name and kind."""
+    assert is_dataclass(config) and not isinstance(config, type)
+    known = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    values: dict[str, Any] = {}
+    for name, value in changes.items():
+        where = f"{path}{name}"
+        if name not in known or name in ("recipe", "level_sizes", "num_items", "vocab_size"):
+            raise ValueError(f"config field {where!r} is unknown or not to be set: known are {', '.join(path + n for n in known)}")
+        default = known[name]
+        if is_dataclass(default):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"config {where} is {value!r}: give an object of its fields")
+            values[name] = overridden(default, value, f"{where}.")
+        elif isinstance(default, tuple):
+            if not isinstance(value, (list, tuple)) or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
+                raise ValueError(f"config {where} is {value!r}: give a list of numbers")
+            values[name] = tuple(float(x) for x in value)
+        elif isinstance(default, (bool, str)):
+            if type(value) is not type(default):
+                raise ValueError(f"config {where} is {value!r}: give a {type(default).__name__} such as {default!r}")
+            values[name] = value
+        else:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(default, int) and value != int(value)):
+                raise ValueError(f"config {where} is {value!r}: give {'a whole number' if isinstance(default, int) else 'a number'} such as {default!r}")
+            values[name] = type(default)(value)
+    return replace(config, **values)

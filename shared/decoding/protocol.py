@@ -1,0 +1,36 @@
+"""What beam search needs of a model, and nothing more.
+
+Legend: R requests, T prompt tokens of all requests, W beams of a request, K codes of the level in question.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class StepModel(Protocol):
+    """A model that reads prompts once and then extends beams code by code.
+
+    ``state`` belongs to the model; the search only carries it from call to call. One state serves one search.
+    """
+
+    def begin(self, tokens_T: Tensor, offsets_R1: Tensor) -> tuple[Tensor, Any]:
+        """Read the packed prompts of R requests, each once.
+
+        Returns the logits of level 0 over its full code row, and the state.
+
+        Shapes: ``tokens_T`` int64 [T], ``offsets_R1`` int64 [R + 1] with ``offsets[r]:offsets[r + 1]`` request r's tokens; logits [R, K].
+        """
+        ...
+
+    def step(self, state: Any, level: int, parents_RW: Tensor, codes_RW: Tensor) -> Tensor:
+        """Extend beams by one code and return the logits of ``level`` (from 1) over its full code row.
+
+        New beam w of request r is the previous call's beam ``parents[r, w]`` (0, the prompt itself, where ``level`` is 1) followed by ``codes[r, w]``,
+        a code of level ``level - 1``. W may differ from call to call. Beams that a request does not need repeat parent 0 and code 0; their logits are ignored.
+
+        Shapes: ``parents_RW``, ``codes_RW`` int64 [R, W]; logits [R, W, K].
+        """
+        ...

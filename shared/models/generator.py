@@ -1,0 +1,246 @@
+"""The generator: a decoder-only transformer over the tokens of semantic ids, with the layers of Qwen3.
+
+RMSNorm before each block, rotary positions, grouped-query attention with normalised queries and keys, SwiGLU. Parameter names are
+those of Hugging Face, so that weights load and save without conversion. Dropout and the scales are training-time additions that do not change the
+saved model: ``save_pretrained`` folds the scales into the weights.
+Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value heads, d head size, K codes of a level, V tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semantide.kernels.attention import jagged_attention
+from semantide.kernels.dropout import dropout
+from semantide.kernels.normalisation import rms_norm
+from semantide.kernels.rotary import rotate
+from semantide.shared.models.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Shape of the generator. ``vocab_size`` 0 stands for the vocabulary's own size; a larger one leaves unused rows.
+
+    Without ``level_sizes`` it is a recipe's shape, which becomes a model's with ``dataclasses.replace(config, level_sizes=...)``.
+    """
+
+    level_sizes: tuple[int, ...] = ()
+    num_layers: int = 2
+    hidden_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 256
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    vocab_size: int = 0
+    tie_word_embeddings: bool = True
+    dropout: float = 0.0
+    """Of what each block adds to the residual stream, while training."""
+    embedding_dropout: float = 0.0
+    token_dropout: float = 0.0
+    """Share of whole input tokens that are blanked while training."""
+    initializer_range: float = 0.05
+    embedding_scale: float = 1.0
+    """Factor on the embeddings as they enter the first layer (not where they serve as the head); folded into the weights when saved."""
+    level_scales: bool = False
+    """Whether each level's logits get a learned factor; folded into the head when saved."""
+
+    def __post_init__(self) -> None:
+        size = Vocabulary(self.level_sizes).size if self.level_sizes else 0
+        if self.vocab_size == 0:
+            object.__setattr__(self, "vocab_size", size)
+        if self.vocab_size < size:
+            raise ValueError(f"vocab_size {self.vocab_size} is smaller than the {size} tokens of levels {self.level_sizes}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}, and head_dim {self.head_dim} even")
+        for name in ("dropout", "embedding_dropout", "token_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 up to but not including 1")
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square, and a learned factor per feature."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normalised, rotated queries and keys."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, d], keys and values [T, G, d] at the given rotations."""
+        q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        k_TGd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        v_TGd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TGd, cos_T1d, sin_T1d), v_TGd
+
+    def output(self, o_THd: Tensor) -> Tensor:
+        """Heads back to the hidden size."""
+        y: Tensor = self.o_proj(o_THd.flatten(-2))
+        return y
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward block."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feature mixing at each place."""
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+        self.rate = config.dropout
+
+    def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this layer's input."""
+        return self.self_attn.project(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
+
+    def finish(self, x_TD: Tensor, o_THd: Tensor) -> Tensor:
+        """The layer's output from its input and the attention's result."""
+        x_TD = x_TD + dropout(self.self_attn.output(o_THd), self.rate, self.training)
+        y_TD: Tensor = x_TD + dropout(self.mlp(self.post_attention_layernorm(x_TD)), self.rate, self.training)
+        return y_TD
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and last normalisation: what Hugging Face calls ``model``."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Generator(nn.Module):
+    """Decoder-only model of histories spelled in semantic ids."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vocabulary = Vocabulary(config.level_sizes)
+        self.model = Trunk(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.level_scales:
+            self.level_log_scale = nn.Parameter(torch.zeros(self.vocabulary.levels))
+        self.register_buffer("inverse_frequency", config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim), persistent=False)
+        self.inverse_frequency: Tensor
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                parameter.normal_(std=self.config.initializer_range)
+            elif parameter.ndim == 2:
+                # What is added to the residual stream starts small, so that depth does not blow it up.
+                damping = (2 * self.config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                parameter.normal_(std=damping * parameter.shape[1] ** -0.5)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The transformer layers, first to last."""
+        return [layer for layer in self.model.layers if isinstance(layer, Layer)]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states that enter the first layer."""
+        x: Tensor = self.model.embed_tokens(tokens)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
+        if self.training and self.config.token_dropout:
+            x = x * (torch.rand(*tokens.shape, 1, device=x.device) >= self.config.token_dropout)
+        return dropout(x, self.config.embedding_dropout, self.training)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [..., 1, d / 2] of rotary positions."""
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.inverse_frequency
+        dtype = self.model.embed_tokens.weight.dtype
+        return angles.cos().unsqueeze(-2).to(dtype), angles.sin().unsqueeze(-2).to(dtype)
+
+    def forward(self, tokens_T: Tensor, offsets_B1: Tensor) -> Tensor:
+        """Hidden states of packed sequences; each is causal in itself and counts positions from 0.
+
+        Shapes: [T], [B + 1] -> [T, D], normalised for ``logits``.
+        """
+        positions_T = torch.arange(len(tokens_T), device=tokens_T.device) - offsets_B1[:-1].repeat_interleave(offsets_B1.diff())
+        cos_T1d, sin_T1d = self.rotation(positions_T)
+        x_TD = self.embed(tokens_T)
+        for layer in self.layers:
+            x_TD = layer.finish(x_TD, jagged_attention(*layer.project(x_TD, cos_T1d, sin_T1d), offsets_B1))
+        hidden_TD: Tensor = self.model.norm(x_TD)
+        return hidden_TD
+
+    @property
+    def head_VD(self) -> Tensor:
+        """Weight of the head; the embedding's where they are tied."""
+        module = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        weight: Tensor = module.weight
+        return weight
+
+    def logits(self, hidden: Tensor, level: int) -> Tensor:
+        """Logits over a level's full code row.
+
+        Shapes: [..., D] -> [..., K].
+        """
+        logits = hidden @ self.head_VD[self.vocabulary.row(level)].T
+        return logits * self.level_log_scale[level].exp() if self.config.level_scales else logits
+
+    def all_logits(self, hidden: Tensor) -> Tensor:
+        """Logits over every token, [..., V], as Hugging Face computes them; level scales do not apply."""
+        return hidden @ self.head_VD.T
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` in the layout of Hugging Face's Qwen3ForCausalLM."""
+        from semantide.shared.models.pretrained import save_generator
+
+        save_generator(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
+        """Read a folder that ``save_pretrained`` or transformers' Qwen3ForCausalLM wrote.
+
+        ``level_sizes`` says how the tokens divide where the folder's config does not.
+        Raises: NotFound, Corrupt, Conflict.
+        """
+        from semantide.shared.models.pretrained import load_generator
+
+        return load_generator(folder, level_sizes)

@@ -1,0 +1,187 @@
+"""Data sets: cleaning, sessions, pages and splits, and that only the content decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from semantide.services.ingestion.datasetfiles import DatasetConfig, write_dataset
+from semantide.services.ingestion.identity import event_hashes
+from semantide.services.ingestion.itemlog import ARTIFACT_SCHEMA
+from semantide.services.ingestion.schema import INTERACTION_SCHEMA
+from semantide.shared.artifacts import digest_file
+from semantide.shared.dataset import Dataset
+from semantide.shared.errors import BadData
+
+ACTIONS = {"exposure": 0.0, "click": 1.0, "like": 2.0, "order": 3.0, "hate": -1.0}
+MINUTE = 60_000
+
+
+def log(rows: list[tuple[Any, ...]]) -> pl.DataFrame:
+    padded = [(*row, *(None,) * (7 - len(row))) for row in rows]
+    table = pa.table({name: [row[index] for row in padded] for index, name in enumerate(INTERACTION_SCHEMA.names)}, schema=INTERACTION_SCHEMA)
+    frame = pl.from_arrow(table.append_column("event", pa.array(event_hashes(table), pa.binary())))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def catalogue(*rows: dict[str, Any]) -> pa.Table:
+    base = {"title": "", "text": "", "categories": [], "attributes": "{}", "available": True, "deleted": False, "embedding": None}
+    return pa.Table.from_pylist([{**base, **row} for row in rows], schema=ARTIFACT_SCHEMA)
+
+
+def made(folder: Path, rows: list[tuple[Any, ...]], items: pa.Table | None = None, **config: Any) -> Dataset:
+    write_dataset(log(rows), catalogue() if items is None else items, ACTIONS, DatasetConfig.parse(config, session_gap_seconds=1800), folder)
+    return Dataset.load(folder)
+
+
+def names(data: Dataset, user: int) -> list[str]:
+    return [data.item_ids[row] for row in data.history(user)]
+
+
+def test_leave_one_out_of_users_of_every_length(tmp_path: Path) -> None:
+    rows = [(f"u{length}", f"i{n}", n, "click") for length in (1, 2, 3, 5) for n in range(length)]
+    data = made(tmp_path, rows)
+    assert data.user_ids == ("u1", "u2", "u3", "u5")
+    assert list(zip(data.train_end.tolist(), data.valid_end.tolist(), strict=True)) == [(1, 1), (2, 2), (1, 2), (3, 4)]
+    assert [data.item_ids[targets[0]] for _, _, targets in data.cases("test")] == ["i2", "i4"]
+    assert dict(zip(data.item_ids, data.item_table["count"].to_pylist(), strict=True)) == {"i0": 4, "i1": 2, "i2": 1, "i3": 0, "i4": 0}
+
+
+def test_exposures_and_dislikes_are_on_pages_but_not_in_histories(tmp_path: Path) -> None:
+    rows = [
+        ("u", "a", 1, "exposure", "p"),
+        ("u", "a", 2, "click", "p"),
+        ("u", "b", 3, "exposure", "p"),
+        ("u", "c", 4, "hate", "p"),
+        ("u", "c", 5, "click", "p"),
+        ("u", "d", 6, "exposure", "p"),
+    ]
+    data = made(tmp_path, [*rows, ("v", "b", 9, "click"), ("w", "z", 10, "exposure")])
+    assert [names(data, user) for user in range(2)] == [["a", "c"], ["b"]]
+    page = pq.read_table(tmp_path / "pages.parquet").to_pylist()[0]
+    shown = [(data.item_ids[item], action) for item, action in zip(page["items"], page["actions"], strict=True)]
+    assert shown == [("a", "click"), ("b", "exposure"), ("c", "hate")], "d was never described nor used"
+
+
+def test_sessions_end_after_silence_and_pages_never_reach_over_a_split(tmp_path: Path) -> None:
+    rows = [("u", f"i{n}", moment * MINUTE, "click") for n, moment in enumerate([0, 10, 39, 70, 80, 81])]
+    made(tmp_path, rows, session_gap_seconds=1800)
+    pages = pq.read_table(tmp_path / "pages.parquet")
+    assert [len(items) for items in pages["items"].to_pylist()] == [3, 1, 1, 1]
+    assert pages["time"].to_pylist() == [0, 70 * MINUTE, 80 * MINUTE, 81 * MINUTE]
+
+
+def test_repeats_in_a_row_fold_into_their_strongest(tmp_path: Path) -> None:
+    rows = [("u", "a", 1, "click"), ("u", "a", 2, "like"), ("u", "b", 3, "click"), ("u", "a", 4, "click"), ("v", "a", 5, "click")]
+    data = made(tmp_path / "c", rows)
+    assert names(data, 0) == ["a", "b", "a"]
+    assert pq.read_table(tmp_path / "c" / "users.parquet")["actions"].to_pylist()[0] == ["like", "click", "click"]
+    assert names(made(tmp_path / "n", rows, deduplicate="none"), 0) == ["a", "a", "b", "a"]
+    assert names(made(tmp_path / "a", rows, deduplicate="all"), 0) == ["a", "b"]
+
+
+def test_thin_users_and_items_leave_until_nothing_changes(tmp_path: Path) -> None:
+    rows = [(user, item, n, "click") for n, (user, item) in enumerate([("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("c", "x"), ("c", "z"), ("d", "z")])]
+    data = made(tmp_path, rows, min_user_events=2, min_item_events=2, keep_cold_items=False)
+    assert (data.user_ids, data.item_ids) == (("a", "b"), ("x", "y"))
+    assert sum(data.header["dropped"].values()) == 3
+
+
+def test_deleted_items_leave_and_cold_ones_stay(tmp_path: Path) -> None:
+    rows = [("u", "gone", 1, "click"), ("u", "kept", 2, "click")]
+    items = catalogue(
+        {"item": "gone", "deleted": True},
+        {"item": "cold", "title": "Cold", "categories": ["c"], "embedding": [1.0, 2.0]},
+        {"item": "hidden", "available": False},
+    )
+    data = made(tmp_path, rows, items)
+    assert data.item_ids == ("cold", "hidden", "kept")
+    assert data.item_table.to_pylist()[0] == {
+        "item": "cold", "count": 0, "title": "Cold", "text": "", "categories": ["c"], "attributes": "{}", "available": True, "embedding": [1.0, 2.0],
+    }  # fmt: skip
+    assert (data.item_table["available"].to_pylist(), data.item_table["embedding"].to_pylist()[2]) == ([True, False, True], None)
+
+
+def test_temporal_split_trains_only_on_the_past(tmp_path: Path) -> None:
+    rows = [(f"u{n % 5}", f"i{n % 11}", 1000 + n, "click") for n in range(100)]
+    data = made(tmp_path, rows, split="temporal", valid_fraction=0.2, test_fraction=0.1, deduplicate="none")
+    train, rest = [], []
+    for user in range(5):
+        times = data.times[data.offsets[user] : data.offsets[user + 1]]
+        train += times[: data.train_end[user]].tolist()
+        rest += times[data.train_end[user] :].tolist()
+    assert max(train) < min(rest)
+    assert (len(train), len(rest)) == (70, 30)
+    with pytest.raises(BadData, match="leaves no event to train on"):
+        made(tmp_path, rows, split="temporal", valid_time=5)
+
+
+def test_max_history_keeps_the_latest(tmp_path: Path) -> None:
+    data = made(tmp_path, [("u", f"i{n}", n, "click") for n in range(9)], max_history=4, keep_cold_items=False)
+    assert names(data, 0) == ["i5", "i6", "i7", "i8"]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"splt": 1}, "splt"),
+        ({"split": "random"}, "temporal"),
+        ({"min_user_events": 0}, "at least 1"),
+        ({"test_fraction": 0.95}, "below 1"),
+        ({"max_history": "9"}, "max_history"),
+        ({"max_history": True}, "max_history"),
+    ],
+)
+def test_a_wrong_option_is_named(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DatasetConfig.parse(config, session_gap_seconds=1800)
+
+
+def test_an_empty_result_says_why(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="relax the conditions"):
+        made(tmp_path, [("u", "a", 1, "exposure")])
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from("uvw"),
+        st.sampled_from("abcde"),
+        st.integers(0, 6).map(lambda n: n * 20 * MINUTE),
+        st.sampled_from(sorted(ACTIONS)),
+        st.sampled_from([None, "p", "q"]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=EVENTS, seed=st.integers(0, 9), split=st.sampled_from(["leave-one-out", "temporal"]))
+def test_only_the_content_decides(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[Any, ...]], seed: int, split: str) -> None:
+    rows = list(dict.fromkeys(rows))
+    shuffled = [rows[index] for index in np.random.default_rng(seed).permutation(len(rows))]
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    try:
+        data = made(one, rows, split=split)
+    except BadData:
+        return
+    made(two, shuffled, split=split)
+    for path in sorted(one.iterdir()):
+        assert digest_file(path) == digest_file(two / path.name), path.name
+    pages = pq.read_table(one / "pages.parquet").to_pylist()
+    for user in range(len(data.user_ids)):
+        own = data.times[data.offsets[user] : data.offsets[user + 1]]
+        assert (np.diff(own) >= 0).all()
+        assert 0 <= data.train_end[user] <= data.valid_end[user] <= len(own)
+    assert [page["user"] for page in pages] == sorted(page["user"] for page in pages)
+    assert sum(data.item_table["count"].to_pylist()) == int(data.train_end.sum())
+    assert json.loads((one / "dataset.json").read_text())["counts"]["events"] == len(data.items)

@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from semantide.services.training.initialisation import begin_at_codebooks, centroids, read_codebooks
+from semantide.shared.models.generator import Generator, GeneratorConfig
+
+
+def cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(x, y, dim=0))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_codes_with_like_vectors_begin_alike_and_the_scale_stays(tied: bool) -> None:
+    torch.manual_seed(0)
+    generator = Generator(GeneratorConfig((40, 3), hidden_size=64, tie_word_embeddings=tied))
+    book = np.random.default_rng(0).normal(size=(40, 20))
+    book[1] = book[0] + 0.01
+    before = generator.model.embed_tokens.weight.detach().clone()
+    begin_at_codebooks(generator, [book, None], 0.9, seed=1)
+    after = generator.model.embed_tokens.weight.detach()
+    assert cosine(after[1], after[2]) > 0.6 > cosine(after[1], after[5])
+    assert abs(after[1:41].std() / before[1:41].std() - 1) < 0.15
+    assert torch.equal(after[41:], before[41:]) and torch.equal(after[0], before[0])
+    assert torch.equal(generator.head_VD, after)
+
+
+def test_codebooks_come_from_the_catalogs_tokenizer(tmp_path: Path) -> None:
+    assert read_codebooks(tmp_path) == []
+    save_file({"codebook.0": np.ones((4, 2)), "codebook.1": np.zeros((3, 2)), "text.idf": np.ones(2)}, tmp_path / "tokenizer.safetensors")
+    assert [book.shape for book in read_codebooks(tmp_path) if book is not None] == [(4, 2), (3, 2)]
+
+
+def test_centroids_explain_what_is_left_level_by_level() -> None:
+    codes = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])
+    vectors = np.array([[5.0, 1], [5, -1], [-5, 1], [-5, -1]])
+    first, second = centroids(vectors, codes, (2, 2))
+    assert first is not None and second is not None
+    np.testing.assert_allclose(first, [[5, 0], [-5, 0]])
+    np.testing.assert_allclose(second, [[0, 1], [0, -1]])
+
+
+def test_a_constant_codebook_changes_nothing() -> None:
+    generator = Generator(GeneratorConfig((4, 3), hidden_size=16))
+    before = generator.model.embed_tokens.weight.detach().clone()
+    begin_at_codebooks(generator, [np.ones((4, 5)), np.ones((9, 5))], 0.5, seed=0)
+    assert torch.equal(generator.model.embed_tokens.weight.detach()[5:], before[5:])
+    assert torch.allclose(generator.model.embed_tokens.weight.detach()[1:5], before[1:5])

@@ -1,0 +1,134 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from semantide.services.training import api
+from semantide.services.training.job import run
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.catalog import Catalog
+from semantide.shared.contracts import ModelTrained
+from semantide.shared.errors import BadData, Conflict, JobCancelled
+from semantide.shared.jobs import JobContext, Jobs
+from semantide.shared.models.generator import Generator
+
+MakeJob = Callable[..., JobContext]
+QUICK = {
+    "epochs": 6,
+    "items_per_batch": 64,
+    "warmup_steps": 5,
+    "learning_rate": 1e-2,
+    "generator": {"num_layers": 1, "hidden_size": 32, "dropout": 0.0, "embedding_dropout": 0.0},
+}
+
+
+def test_training_stores_a_model_with_all_it_needs_and_tells_serving(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, queues: Any) -> None:
+    job = make_job("train", recipe="tiny", config={**QUICK, "promote": True}, inputs=inputs, seed=3)
+    outcome = run(job)
+    folder = store.get(outcome.artifacts["model"])
+    assert Generator.from_pretrained(folder).vocabulary.level_sizes == (8, 8)
+    card = json.loads((folder / "semantide.json").read_text())
+    assert (card["catalog"], card["dataset"], card["recipe"], card["level_sizes"]) == (inputs["catalog"], inputs["dataset"], "tiny", [8, 8])
+    assert card["tokenizer_digest"] == "f" * 64
+    assert card["metrics"]["valid"]["ndcg@10"] > 0.4
+    assert queues.sent == [ModelTrained(job_id=job.id, model=outcome.artifacts["model"], catalog=inputs["catalog"], promote=True)]
+    assert store.manifest(outcome.artifacts["model"])["seed"] == 3
+
+
+def test_one_seed_gives_one_digest_cancelled_in_between_or_not(make_job: MakeJob, inputs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**QUICK, "epochs": 2, "generator": {**QUICK["generator"], "dropout": 0.3}}  # type: ignore[dict-item]
+
+    def trained(seed: int, stop_at: int | None = None) -> str:
+        job = make_job("train", recipe="tiny", config=config, inputs=inputs, seed=seed)
+        calls = 0
+
+        def check() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:
+                raise JobCancelled("stop")
+
+        monkeypatch.setattr(job, "check_cancelled", check)
+        if stop_at is not None:
+            with pytest.raises(JobCancelled):
+                run(job)
+        return run(job).artifacts["model"]
+
+    first = trained(1)
+    assert trained(1) == first
+    assert trained(1, stop_at=9) == first
+    assert trained(2) != first
+
+
+def test_evaluation_puts_popularity_sasrec_and_the_generator_side_by_side(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, queues: Any) -> None:
+    generator = run(make_job("train", recipe="tiny", config=QUICK, inputs=inputs)).artifacts["model"]
+    sent = len(queues.sent)
+    baseline = run(
+        make_job("train", recipe="sasrec", config={"epochs": 6, "items_per_batch": 64, "warmup_steps": 5}, inputs={"dataset": inputs["dataset"]})
+    ).artifacts["model"]
+    assert len(queues.sent) == sent, "only a generator is for serving"
+    job = make_job("evaluate", config={"ks": [1, 10], "beam_width": 20}, inputs={**inputs, "model": generator, "baseline": baseline})
+    result = run(job).result
+    assert [(row["model"], row["exclude_seen"]) for row in result["rows"]] == [
+        (name, seen) for name in ("popularity", "sasrec", "generator") for seen in (False, True)
+    ]
+    by_name = {(row["model"], row["exclude_seen"]): row["metrics"] for row in result["rows"]}
+    assert by_name["generator", False]["recall@10"] > by_name["popularity", False]["recall@10"] + 0.2
+    assert by_name["sasrec", False]["recall@10"] > by_name["popularity", False]["recall@10"]
+    assert all(row["cases"] == 80 for row in result["rows"])
+    assert all(0 <= row["ndcg@10"] <= row["hr@10"] == row["recall@10"] <= 1 for row in by_name.values())
+    assert (result["ranking"], result["users"]) == ("full", 80)
+    json.dumps(result)
+    # What a killed evaluation had finished is not computed again.
+    (job.workdir / "rows.json").write_text(json.dumps([{"model": "kept", "exclude_seen": False}]))
+    assert run(job).result["rows"][0]["model"] == "kept"
+    assert len(run(job).result["rows"]) == 6
+
+
+def test_a_catalog_without_the_data_sets_items_is_refused(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path) -> None:
+    Catalog(("item-1", "item-2"), np.array([[0, 0], [0, 1]]), (8, 8), "e" * 64).save(tmp_path / "other")
+    other = {**inputs, "catalog": store.put("catalogs", tmp_path / "other")}
+    with pytest.raises(Conflict, match=r"lacks 58 of the data set's 60 items \('item-0', .*tokenize this data set"):
+        run(make_job("train", recipe="tiny", inputs=other))
+    with pytest.raises(Conflict, match="needs the input 'catalog'"):
+        run(make_job("train", recipe="tiny", inputs={"dataset": inputs["dataset"]}))
+
+
+def test_a_model_of_another_catalog_is_refused(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path) -> None:
+    model = run(make_job("train", recipe="tiny", config={**QUICK, "epochs": 1}, inputs=inputs)).artifacts["model"]
+    catalog = Catalog.load(store.get(inputs["catalog"]))
+    Catalog(catalog.item_ids, catalog.codes, catalog.level_sizes, "e" * 64).save(tmp_path / "other")
+    with pytest.raises(Conflict, match="the model was trained for tokenizer ffffffffffff"):
+        run(make_job("evaluate", inputs={**inputs, "catalog": store.put("catalogs", tmp_path / "other"), "model": model}))
+
+
+@pytest.mark.parametrize(("kind", "config"), [("train", {"epoch": 3}), ("train", {"promote": "yes"}), ("evaluate", {"ks": [0]})])
+def test_a_wrong_config_is_bad_data_that_names_the_field(make_job: MakeJob, inputs: dict[str, str], kind: str, config: dict[str, Any]) -> None:
+    with pytest.raises(BadData, match=next(iter(config))):
+        run(make_job(kind, recipe="tiny", config=config, inputs=inputs))
+
+
+def test_progress_and_metrics_reach_the_record(make_job: MakeJob, inputs: dict[str, str], broker: Any) -> None:
+    job = make_job("train", recipe="tiny", config={**QUICK, "epochs": 1, "log_every": 2}, inputs=inputs)
+    run(job)
+    rows = Jobs(broker).metrics(job.id)
+    assert {"loss", "lr", "tokens_per_second"} <= set(rows[0])
+    assert any("valid_ndcg@10" in row for row in rows)
+    assert Jobs(broker).get(job.id).total > 0
+
+
+def test_models_and_recipes_can_be_read(make_job: MakeJob, make_room: Any, inputs: dict[str, str]) -> None:
+    ref = run(make_job("train", recipe="tiny", config={**QUICK, "epochs": 1}, inputs=inputs)).artifacts["model"]
+    app = FastAPI()
+    app.include_router(api.build(make_room("training")))
+    client = TestClient(app)
+    assert [entry["model"] for entry in client.get("/v1/models").json()] == [ref]
+    for name in (ref, ref.removeprefix("models/")):
+        card = client.get(f"/v1/models/{name}").json()
+        assert (card["recipe"], card["catalog"], card["config"]["epochs"]) == ("tiny", inputs["catalog"], 1)
+    assert set(client.get("/v1/recipes").json()) == {"tiny", "small", "base", "sasrec"}

@@ -1,0 +1,39 @@
+from dataclasses import asdict
+
+import pytest
+
+from semantide.services.training.recipes import RECIPES, recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_full_and_can_be_changed_in_single_numbers(name: str) -> None:
+    assert recipe(name).recipe == name
+    changed = recipe(name, {"epochs": 3, "generator": {"dropout": 0}, "level_weights": [1, 2]})
+    assert (changed.epochs, changed.generator.dropout, changed.level_weights) == (3, 0.0, (1.0, 2.0))
+    assert {**asdict(changed), "epochs": 0, "generator": 0, "level_weights": 0} == {**asdict(recipe(name)), "epochs": 0, "generator": 0, "level_weights": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epoch": 3}, "'epoch' is unknown"),
+        ({"epochs": 0}, "epochs is 0: give a number from 1"),
+        ({"epochs": 1.5}, "epochs is 1.5: give a whole number"),
+        ({"epochs": True}, "epochs is True"),
+        ({"crop": "middle"}, "crop is 'middle': give one of last"),
+        ({"crop": 3}, "crop is 3: give a str"),
+        ({"generator": 5}, "generator is 5: give an object"),
+        ({"generator": {"layers": 5}}, r"'generator\.layers' is unknown"),
+        ({"generator": {"level_sizes": [3]}}, "not to be set"),
+        ({"generator": {"num_heads": 3}}, "num_heads 3 must be a multiple"),
+        ({"level_weights": "all"}, "give a list of numbers"),
+    ],
+)
+def test_a_wrong_change_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe("small", changes)
+
+
+def test_an_unknown_recipe_is_named() -> None:
+    with pytest.raises(ValueError, match="'huge' is unknown: give one of tiny"):
+        recipe("huge")
