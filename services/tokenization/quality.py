@@ -27,8 +27,10 @@ class QualityLimits:
     """Share of first-level codes in use, of those that the number of items allows."""
     min_first_level_entropy: float = 0.5
     """Entropy of the first level over the largest possible."""
-    max_collision_rate: float = 0.95
-    """Share of items that share a plain id with another: above it the ids come from the resolver, not from the vectors."""
+    min_distinct_ids: float = 0.02
+    """Plain ids over items: below it the ids come from the resolver, not from the vectors."""
+    warn_collision_rate: float = 0.75
+    """Share of items that share a plain id with another, from where on the report advises larger levels."""
     min_items: int = 16
     """Smaller catalogs are told what is amiss and get their ids all the same."""
 
@@ -132,14 +134,18 @@ def judge(figures: dict[str, Any], limits: QualityLimits) -> dict[str, Any]:
         reasons.append(
             f"the first level has {first['entropy_bits']:.2f} bits of entropy of {np.log2(possible):.2f} possible (at least {limits.min_first_level_entropy:.0%})"
         )
-    if before["rate"] > limits.max_collision_rate:
+    if before["ids"] < limits.min_distinct_ids * min(figures["items"], np.prod([float(size) for size in figures["level_sizes"]])):
         reasons.append(
-            f"{before['items']} of {figures['items']} items ({before['rate']:.1%}, at most {limits.max_collision_rate:.0%}) share their plain id with another, "
-            f"{before['largest_group']} at most: give larger or more level_sizes, or items that differ"
+            f"{figures['items']} items have only {before['ids']} different plain ids (at least {limits.min_distinct_ids:.0%}), "
+            f"{before['largest_group']} items share one: give larger or more level_sizes, or items that differ"
         )
     if figures["items"] < limits.min_items:
         warnings = [f"only {figures['items']} items: {reason}" for reason in reasons]
         reasons = []
+    if before["rate"] > limits.warn_collision_rate:
+        warnings.append(
+            f"{before['rate']:.1%} of the items shared a plain id, the resolver told them apart: larger or more level_sizes would keep more of what items are"
+        )
     if figures["collisions"]["after"]["items"]:
         reasons.append(f"{figures['collisions']['after']['items']} items share an id after the resolver")
     return {"passed": not reasons, "reasons": reasons, "warnings": warnings}

@@ -9,8 +9,13 @@ from semantide.shared.models.tokenizer import TokenizerConfig
 
 
 def default() -> TokenizerConfig:
-    """Content and collaborative vectors with equal weight, levels by the number of items."""
+    """Collaborative vectors with content at 0.7 of their weight, levels by the number of items."""
     return TokenizerConfig()
+
+
+def compact() -> TokenizerConfig:
+    """A small first level for dense catalogs of a few thousand items with long histories."""
+    return TokenizerConfig(level_sizes=(64, 64), content_weight=0.3)
 
 
 def content_only() -> TokenizerConfig:
@@ -23,7 +28,7 @@ def long_ids() -> TokenizerConfig:
     return TokenizerConfig(level_sizes=(256, 256, 256), resolver="append", fill=1.0)
 
 
-RECIPES: dict[str, Callable[[], TokenizerConfig]] = {"default": default, "content_only": content_only, "long_ids": long_ids}
+RECIPES: dict[str, Callable[[], TokenizerConfig]] = {"default": default, "compact": compact, "content_only": content_only, "long_ids": long_ids}
 
 
 def recipe(name: str) -> TokenizerConfig:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -187,26 +186,31 @@ class ResidualCodes:
             at = np.minimum(np.searchsorted(used, cells), len(used) - 1)
             return most - np.where(used[at] == cells, counts[at], 0)
 
-        codes = choose_with_room(residual, parents, self.codebooks[level], room)
         if optimal and level == len(self.codebooks) - 1 and most == 1:
-            _improve(residual, parents, self.codebooks[level], codes, used)
-        return codes
+            codes, left = _assign(residual, parents, self.codebooks[level], used)
+            codes[left] = choose_with_room(residual[left], parents[left], self.codebooks[level], room)
+            return codes
+        return choose_with_room(residual, parents, self.codebooks[level], room)
 
 
-def _improve(residual: FloatArray, parents: IntArray, codebook: FloatArray, codes: IntArray, used: IntArray) -> None:
-    """Replace the greedy choice within each prefix by the one of least total distance, in place."""
+def _assign(residual: FloatArray, parents: IntArray, codebook: FloatArray, used: IntArray) -> tuple[IntArray, IntArray]:
+    """Last codes of least total distance within each prefix [N], and the rows of prefixes too large to be solved so."""
     size = len(codebook)
-    moved = codes != nearest_code(residual, codebook)
+    codes = nearest_code(residual, codebook)
+    wish, counts = np.unique(parents * size + codes, return_counts=True)
+    contested = np.unique(wish[(counts > 1) | np.isin(wish, used)] // size)
+    left: list[IntArray] = [np.zeros(0, np.int64)]
     order = np.argsort(parents, kind="stable")
-    bounds = np.flatnonzero(np.r_[True, np.diff(parents[order]) != 0, True]) if len(order) else np.zeros(1, np.int64)
-    for begin, end in pairwise(bounds):
+    bounds = np.searchsorted(parents[order], np.stack([contested, contested + 1]))
+    for parent, begin, end in zip(contested.tolist(), *bounds.tolist(), strict=True):
         rows = order[begin:end]
-        if not moved[rows].any() or len(rows) * size > _OPTIMAL_CELLS:
+        if len(rows) * size > _OPTIMAL_CELLS:
+            left.append(rows)
             continue
-        parent = int(parents[rows[0]])
         free = np.ones(size, bool)
         low, high = np.searchsorted(used, [parent * size, (parent + 1) * size])
         free[used[low:high] - parent * size] = False
         choices = np.flatnonzero(free)
         chosen_rows, chosen = linear_sum_assignment(squared_distances(residual[rows], codebook[choices]).astype(np.float64))
         codes[rows[chosen_rows]] = choices[chosen]
+    return codes, np.sort(np.concatenate(left))

@@ -43,7 +43,8 @@ class TokenizerConfig:
     """Codes of each level. Empty: chosen by the number of items, see ``level_sizes_for``."""
     content: Content = "auto"
     """Content vectors: given embeddings, hashed text, or MiniLM. ``auto``: embeddings where any are given, else hashed text."""
-    content_weight: float = 1.0
+    content_weight: float = 0.7
+    """Length of the content part of an item's vector; 0 leaves it out."""
     collaborative_weight: float = 1.0
     """0 leaves the histories out."""
     text_dim: int = 96
@@ -146,6 +147,7 @@ def _embedding_lengths(table: pa.Table) -> tuple[IntArray, FloatArray]:
     column = table["embedding"] if "embedding" in table.column_names else None
     if column is None or column.null_count == table.num_rows:
         return np.zeros(table.num_rows, np.int64), np.zeros(0, np.float32)
+    column = column.cast(pa.list_(pa.float32()))
     lengths = np.concatenate([np.asarray(part.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64) for part in column.chunks])
     flat = [np.asarray(part.drop_null().flatten().to_numpy(zero_copy_only=False), np.float32) for part in column.chunks]
     return lengths, np.concatenate(flat)

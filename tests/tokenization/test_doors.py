@@ -97,6 +97,13 @@ def test_a_collapsed_codebook_fails_the_job_and_writes_no_catalog(room: Room, da
     assert room.store.list("catalogs") == [] and Lineages(room.broker).current() is None
 
 
+def test_a_job_that_was_killed_half_way_gives_the_same_catalog(room: Room, dataset: str) -> None:
+    job = context(room, inputs={"dataset": dataset})
+    (job.workdir / "catalog").mkdir()
+    (job.workdir / "catalog" / "left over").write_text("half a catalog")
+    assert run(job).artifacts == tokenize(room, dataset).artifacts
+
+
 def test_cancelling_ends_a_job_between_steps(room: Room, dataset: str) -> None:
     job = context(room, inputs={"dataset": dataset})
     job.stop()

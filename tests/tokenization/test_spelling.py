@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,15 @@ def test_a_wrong_embedding_is_left_out_and_named(rows_of: Rows, make_dataset: Ma
     assert larger.added == 2 and "'n0'" in larger.rejected[0] and "5 numbers where the catalog has 8" in larger.rejected[0]
 
 
+def test_tables_of_other_writers(spelled: Spelled, rows_of: Rows, items_table: Table) -> None:
+    table = items_table([{**row, "item": f"new{number}"} for number, row in enumerate(rows_of(6, seed=7))])
+    texts = {name: pa.large_string() for name in ("item", "title", "text", "attributes")}
+    kinds = {**texts, "categories": pa.large_list(pa.large_string())}
+    wide = pa.table({name: table[name].cast(kinds.get(name, table[name].type)) for name in table.column_names if name != "embedding"})
+    other = extend(spelled, wide.append_column("embedding", pa.nulls(6))).spelled
+    assert np.array_equal(other.catalog.codes, extend(spelled, table).spelled.catalog.codes) and other.info.schema == spelled.info.schema
+
+
 def test_a_full_catalog_says_so(rows_of: Rows, make_dataset: Make, items_table: Table) -> None:
     spelled = build(make_dataset(rows_of(60)), TokenizerConfig(level_sizes=(8, 8)), 0)
     with pytest.raises(BadData, match=r"spell only 64: make a new catalog"):
@@ -138,9 +149,9 @@ def test_items_that_say_nothing_fail(rows_of: Rows, make_dataset: Make) -> None:
 
 def test_few_kinds_of_items_fail(rows_of: Rows, make_dataset: Make) -> None:
     rows = [{**row, "title": f"kind {number % 5}", "text": "", "categories": [], "attributes": "{}"} for number, row in enumerate(rows_of(400))]
-    with pytest.raises(BadData, match=r"first level uses 5 of 32 possible codes"):
+    with pytest.raises(BadData, match=r"first level uses 5 of 64 possible codes"):
         build(make_dataset(rows), TokenizerConfig(collaborative_weight=0.0), 0)
-    lenient = QualityLimits(min_first_level_used=0, min_first_level_entropy=0, max_collision_rate=1, min_effective_rank=0)
+    lenient = QualityLimits(min_first_level_used=0, min_first_level_entropy=0, min_distinct_ids=0, min_effective_rank=0)
     assert build(make_dataset(rows), TokenizerConfig(collaborative_weight=0.0), 0, limits=lenient).report["collisions"]["before"]["items"] == 400
 
 
@@ -192,3 +203,11 @@ def test_items_below_a_prefix(spelled: Spelled) -> None:
     assert prefix_rows(spelled.catalog, code.tolist()).tolist() == [0]
     unused = next(c for c in range(10_000) if c not in spelled.catalog.codes[:, 0])
     assert len(prefix_rows(spelled.catalog, [unused])) == 0
+
+
+@pytest.mark.slow
+def test_ids_of_beauty(real_data: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "semantic_ids.py"
+    ended = subprocess.run([sys.executable, str(script), "--data", str(real_data), "--json"], capture_output=True, text=True, check=True)
+    measures = json.loads(ended.stdout)["measures"]
+    assert measures["collisions"]["value"] == 0 and measures["first_level_used"]["value"] >= 0.95

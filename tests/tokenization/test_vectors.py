@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 import scipy.sparse as sp
 
+from semantide.services.tokenization import content as content_module
 from semantide.services.tokenization.collaborative import collaborative_vectors, cooccurrence, positive_information
 from semantide.services.tokenization.content import content_vectors
 from semantide.shared.dataset import Dataset
@@ -145,6 +147,13 @@ def test_a_wrong_embedding_names_its_item(rows_of: Rows, items_table: Callable[.
         embedding_matrix(items_table(rows))
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 3)])
+def test_embeddings_of_other_column_types(kind: pa.DataType) -> None:
+    table = pa.table({"item": ["a", "b", "c"], "embedding": pa.array([[1, 2, 3], None, [4, 5, 6]], kind)})
+    matrix, present = embedding_matrix(pa.concat_tables([table, table.slice(1, 1)]))
+    assert matrix.tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 6], [0, 0, 0]] and present.tolist() == [True, False, True, False]
+
+
 def test_without_the_text_encoder_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minilm, "_PACKAGE", "no_such_package_here")
     with pytest.raises(BadData, match=r"pip install semantide\[text\]"):
@@ -158,3 +167,23 @@ def test_the_text_encoder_knows_what_is_alike() -> None:
     assert vectors.shape == (4, 384) and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.3
     assert np.allclose(MiniLM()(texts[2:3], batch=1), vectors[2], atol=1e-5)
+
+
+@pytest.mark.skipif(not minilm.available(), reason="the text encoder is not installed: pip install semantide[text]")
+def test_texts_that_were_encoded_before_a_crash_are_not_encoded_again(
+    rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content_module, "_BLOCK", 10)
+    table, config = make_dataset(rows_of(24)).item_table, TokenizerConfig(content="minilm")
+
+    def crash(stage: str, done: float, total: float) -> None:
+        if done > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        content_vectors(table, config, 0, crash, tmp_path)
+    assert [path.name for path in (tmp_path / "text").iterdir()] == ["0.npy"]
+    done: list[float] = []
+    content = content_vectors(table, config, 0, lambda stage, number, total: done.append(number), tmp_path)
+    assert min(done) > 10 and content.counts == {"minilm": 24, "nothing": 0}
+    assert np.allclose(content.vectors, content_vectors(table, config, 0).vectors, atol=1e-6)
