@@ -21,6 +21,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from semantide.shared import broker as broker_door
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 OPEN_PATHS = ("/healthz", "/readyz")
+# ValueErrors that no caller's argument causes: stored state that cannot be parsed. Callers' bodies are checked before.
+OUR_FAULTS = (ValidationError, json.JSONDecodeError, UnicodeError)
 UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
 
 Scope = dict[str, Any]
@@ -79,6 +82,7 @@ class Gate:
     """ASGI middleware: API key first, then the body's size."""
 
     def __init__(self, app: Any, keys: Sequence[str], max_body_bytes: int) -> None:
+        assert keys and all(keys), "an empty key would let everybody in"
         self._app, self._keys, self._max = app, [key.encode() for key in keys], max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,7 +206,10 @@ def build_app(
         return _error(status, type(error).__name__, str(error), headers={"Retry-After": "2"} if status == 503 else None)
 
     @app.exception_handler(ValueError)
-    async def wrong_argument(_: Request, error: ValueError) -> Response:
+    async def wrong_argument(request: Request, error: ValueError) -> Response:
+        if isinstance(error, OUR_FAULTS):
+            log.error("request failed", error=str(error), exc_info=error)
+            return await unexpected(request, error)
         return _error(422, "ValueError", str(error))
 
     @app.exception_handler(broker_door.RedisError)

@@ -13,6 +13,7 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.http import OPEN_PATHS, APIRouter, build_app
+from semantide.shared.jobs import Jobs
 
 ERRORS = {
     "missing": (NotFound, 404),
@@ -121,6 +122,29 @@ def test_keys_beyond_loopback_must_be_configured(tmp_path: Any) -> None:
     made = api_keys(Settings(data_dir=tmp_path, api_keys=""))
     assert made == api_keys(Settings(data_dir=tmp_path, api_keys="")) == [local_key(tmp_path)]
     assert (tmp_path / "api_key").stat().st_mode & 0o077 == 0
+
+
+def test_a_key_file_that_a_crash_left_empty_lets_nobody_in(make_room: Callable[[str], Any]) -> None:
+    room = make_room("serving")
+    room.settings.api_keys = ""
+    room.settings.data_dir.mkdir(parents=True)
+    (room.settings.data_dir / "api_key").touch()
+    assert local_key(room.settings.data_dir) is None
+    client = TestClient(build_app([room], [operations_api.build(room)]))
+    assert client.get("/v1/jobs").status_code == 401
+    assert client.get("/v1/jobs", headers={"X-API-Key": ""}).status_code == 401
+    key = local_key(room.settings.data_dir)
+    assert key and client.get("/v1/jobs", headers={"X-API-Key": key}).json() == []
+    assert [path.name for path in room.settings.data_dir.glob("*api_key*")] == ["api_key"]
+
+
+def test_stored_state_that_cannot_be_read_is_no_fault_of_the_caller(make_room: Callable[[str], Any]) -> None:
+    room = make_room("serving")
+    jobs = Jobs(room.broker)
+    record = jobs.submit(JobSpec(kind="train"))
+    room.broker.hset(Jobs.key(record.id), "state", '"nonsense"')
+    client = TestClient(build_app([room], [operations_api.build(room)]), headers={"X-API-Key": "test-key"}, raise_server_exceptions=False)
+    assert client.get(f"/v1/jobs/{record.id}").status_code == 500
 
 
 def test_metrics_are_prometheus_text(client: TestClient) -> None:
