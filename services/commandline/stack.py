@@ -7,6 +7,8 @@ process ends, none of them outlives it. A child that dies is started again with 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -38,18 +40,44 @@ def state_file(data_dir: Path) -> Path:
 
 
 def running_stack(data_dir: Path) -> dict[str, Any] | None:
-    """What the stack in this folder wrote, if its process is alive."""
-    path = state_file(data_dir)
-    if not path.exists():
+    """What the stack in this folder wrote, if it runs.
+
+    A stack holds a lock as long as it lives, however it ends: a process number alone may long be somebody else's.
+    """
+    try:
+        handle = os.open(_lock_file(data_dir), os.O_RDWR)
+    except FileNotFoundError:
         return None
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
-        os.kill(int(state["pid"]), 0)
-    except (ValueError, KeyError, ProcessLookupError):
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
-    except PermissionError:
+    except BlockingIOError:
         pass
-    return state
+    finally:
+        os.close(handle)
+    try:
+        state: dict[str, Any] = json.loads(state_file(data_dir).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return state if isinstance(state.get("pid"), int) else None
+
+
+def _lock_file(data_dir: Path) -> Path:
+    return data_dir / "stack.lock"
+
+
+def _lock(data_dir: Path) -> int | None:
+    """Hold this folder's lock until this process ends; None where another stack has it."""
+    handle = os.open(_lock_file(data_dir), os.O_RDWR | os.O_CREAT, 0o600)
+    for _ in range(20):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            # Somebody may just be looking, which takes a moment.
+            time.sleep(0.05)
+    os.close(handle)
+    return None
 
 
 def check_port(host: str, port: int) -> None:
@@ -65,7 +93,7 @@ def check_port(host: str, port: int) -> None:
         except PermissionError:
             raise Conflict(f"port {port} may not be used by this account: choose one above 1023 with --port") from None
         except OSError as error:
-            if error.errno == 98 or "in use" in str(error):
+            if error.errno == errno.EADDRINUSE:
                 raise Conflict(f"port {port} on {host} is taken: stop what listens there, or choose another with --port (or SEMANTIDE_PORT)") from None
             raise ValueError(f"cannot listen on {host}:{port} ({error}): give an address of this machine with --host") from None
 
@@ -86,13 +114,16 @@ class Child:
     started: float = 0.0
     failures: int = 0
     next_start: float = 0.0
+    own_environment: dict[str, str] = field(default_factory=dict)
     sink: IO[bytes] | None = field(default=None, repr=False)
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start it; its output is appended to its log."""
+        """Start it, with its own variables on top of the stack's; its output is appended to its log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.sink = self.log.open("ab")
-        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=self.sink, stderr=self.sink, env=environment, start_new_session=True)
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=self.sink, stderr=self.sink, env={**environment, **self.own_environment}, start_new_session=True
+        )
         self.started = time.monotonic()
 
     def close(self) -> None:
@@ -111,6 +142,7 @@ class Stack:
         self.folder = settings.data_dir.absolute()
         self.url = f"http://{'[' + settings.host + ']' if ':' in settings.host else settings.host}:{settings.port}"
         self._ending = threading.Event()
+        self._lock: int | None = None
         self._broker: broker.OwnBroker | None = None
         self.children: list[Child] = []
         self._environment: dict[str, str] = {}
@@ -120,9 +152,12 @@ class Stack:
 
         Raises: Conflict, BrokerUnavailable, ValueError.
         """
-        if (other := running_stack(self.folder)) is not None:
-            raise Conflict(f"a stack already runs in {self.folder} (pid {other['pid']}, {other['url']}): use it, or stop it with `semantide down`")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder)
+        if self._lock is None:
+            other = running_stack(self.folder)
+            where = f"pid {other['pid']}, {other['url']}" if other else "it is just starting or ending"
+            raise Conflict(f"a stack already runs in {self.folder} ({where}): use it, or stop it with `semantide down`")
         self.keys = api_keys(self.settings)
         check_port(self.settings.host, self.settings.port)
         redis_url = self.settings.redis_url
@@ -131,7 +166,6 @@ class Stack:
         else:
             self._broker = broker.OwnBroker(self.folder / "broker", before_start=_die_with_parent).start()
             redis_url = self._broker.url
-        threads = str(max(1, (os.cpu_count() or 2) // 2))
         self._environment = {
             **os.environ,
             "SEMANTIDE_DATA_DIR": str(self.folder),
@@ -142,10 +176,16 @@ class Stack:
             "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
         }
         entry = [sys.executable, "-m", "semantide.services.local", "--with-parent"]
-        self.children = [Child("api", [*entry, "api", "all"], self.folder / "logs" / "api.log")]
-        self.children += [Child(f"{room} worker", [*entry, "worker", room], self.folder / "logs" / f"{room}-worker.log") for room in ROOMS]
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
+        api = {"OMP_NUM_THREADS": threads, "SEMANTIDE_METRICS_PORT": "0"}
+        self.children = [Child("api", [*entry, "api", "all"], self.folder / "logs" / "api.log", own_environment=api)]
+        for number, room in enumerate(ROOMS):
+            # One machine, so each worker needs a port of its own.
+            port = self.settings.metrics_port + number if self.settings.metrics_port else 0
+            log = self.folder / "logs" / f"{room}-worker.log"
+            self.children.append(Child(f"{room} worker", [*entry, "worker", room], log, own_environment={"SEMANTIDE_METRICS_PORT": str(port)}))
         for child in self.children:
-            child.start({**self._environment, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)} if child.name == "api" else self._environment)
+            child.start(self._environment)
         self._write_state(redis_url)
         self._wait_ready()
 
@@ -184,6 +224,8 @@ class Stack:
             rows.append(("broker", broker.without_password(self.settings.redis_url), "its own"))
         for child in self.children:
             where = self.url if child.name == "api" else "queues of its room"
+            if (port := child.own_environment["SEMANTIDE_METRICS_PORT"]) != "0":
+                where += f", http://127.0.0.1:{port}/metrics"
             rows.append((child.name, f"{where} (pid {child.process.pid if child.process else '-'})", str(child.log)))
         return rows
 
@@ -243,9 +285,11 @@ class Stack:
                 child.close()
         if self._broker is not None:
             self._broker.stop()
-        # A stack that never came up must not take away the note of the one that runs.
-        if self.children:
+        # Only who holds the lock may take the note away: it may be that of another stack.
+        if self._lock is not None:
             state_file(self.folder).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
 
 
 def stop_running(data_dir: Path) -> bool:

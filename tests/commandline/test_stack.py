@@ -15,7 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from semantide.services.commandline.stack import Child, Stack, running_stack, stop_running
 from semantide.shared.broker import free_port
+from semantide.shared.config import Settings
 
 COMMAND = [sys.executable, "-m", "semantide.services.commandline.main"]
 
@@ -125,6 +127,32 @@ def test_kill_9_of_up_leaves_no_orphan_and_up_works_again(up: Callable[..., Up])
     assert again.run("down").stdout.strip() == "stopped"
     again.process.wait(30)
     assert again.run("down").stdout.startswith("no stack runs")
+
+
+def test_a_process_number_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / "stack.json").write_text(json.dumps({"pid": stranger.pid, "url": "http://127.0.0.1:1"}))
+        (tmp_path / "stack.lock").touch()
+        assert running_stack(tmp_path) is None
+        assert not stop_running(tmp_path)
+        assert stranger.poll() is None
+    finally:
+        stranger.communicate(b"\n")
+
+
+def test_every_worker_of_a_stack_has_a_metrics_port_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, dict[str, str]] = {}
+    monkeypatch.setattr(Child, "start", lambda child, environment: started.update({child.name: {**environment, **child.own_environment}}))
+    monkeypatch.setattr(Stack, "_wait_ready", lambda stack: None)
+    stack = Stack(Settings(data_dir=tmp_path, port=free_port(), metrics_port=9100), lambda text: None)
+    try:
+        stack.start()
+        ports = {name: environment["SEMANTIDE_METRICS_PORT"] for name, environment in started.items()}
+        assert ports.pop("api") == "0" and sorted(ports.values()) == ["9100", "9101", "9102", "9103"]
+        assert any("127.0.0.1:9103/metrics" in where for _, where, _ in stack.places())
+    finally:
+        stack.stop()
 
 
 def test_a_taken_port_is_said_before_anything_starts(up: Callable[..., Up]) -> None:
