@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -22,9 +23,11 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS, RunJob
 from semantide.shared.errors import BrokerUnavailable
-from semantide.shared.jobs import Jobs, run_job
+from semantide.shared.jobs import AGAIN, Jobs, run_job
 from semantide.shared.queues import Queues, handler
 from semantide.shared.room import Room
+
+_ORPHAN_SECONDS = 60.0
 
 
 def open_room(name: str, settings: Settings) -> Room:
@@ -50,6 +53,7 @@ def serve(names: list[str], settings: Settings) -> None:
     from semantide.shared.http import build_app
 
     telemetry.start("api" if len(names) > 1 else f"{names[0]}-api", settings)
+    Queues.trace()
     rooms = [open_room(name, settings) for name in names]
     routers, ready, start = [operations_api.build(rooms[0])], [], []
     for room in rooms:
@@ -72,9 +76,7 @@ def work(name: str, settings: Settings) -> None:
     telemetry.start(f"{name}-worker", settings)
     # Celery warns about root because of pickle; only JSON is accepted here, and containers often run one process as root.
     warnings.filterwarnings("ignore", message="You're running the worker with superuser privileges")
-    from opentelemetry.instrumentation.celery import CeleryInstrumentor
-
-    CeleryInstrumentor().instrument()
+    Queues.trace()
     room = open_room(name, settings)
     tasks = _door(name, "tasks")
     runner = JobRunner(room)
@@ -107,12 +109,13 @@ def work_on(job_id: str, settings: Settings) -> int:
     """Run one job in this process."""
     # The worker that started this process holds the metrics port.
     telemetry.start("job", settings.model_copy(update={"metrics_port": 0}))
+    Queues.trace()
     client = broker.connect(settings.redis_url)
     queues = Queues(settings.redis_url)
     record = Jobs(client).get(job_id)
     door = _door(record.spec.room, "job")
     if door is None:
-        raise BrokerUnavailable(f"room {record.spec.room} runs no jobs")
+        raise ValueError(f"room {record.spec.room} runs no jobs")
     return run_job(job_id, door.run, settings, ArtifactStore(settings.artifacts_root, settings.data_dir / "cache"), client, queues)
 
 
@@ -123,6 +126,9 @@ def _end_with_parent() -> None:
         while os.read(0, 1024):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
+        # Nobody is left to insist: what does not end in time must not stay as an orphan.
+        time.sleep(_ORPHAN_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
@@ -148,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
             return work_on(options.id, settings)
     except (BrokerUnavailable, ValueError) as error:
         sys.stderr.write(f"semantide: {error}\n")
-        return 2
+        return AGAIN if options.verb == "job" and isinstance(error, BrokerUnavailable) else 2
     return 0
 
 

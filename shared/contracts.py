@@ -90,7 +90,7 @@ ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
 class JobRecord(Contract):
-    """What is known of a job. Times are milliseconds since 1970-01-01 UTC."""
+    """What is known of a job. Times are milliseconds since 1970-01-01 UTC; ``trace`` is the W3C trace of who submitted it."""
 
     id: str
     spec: JobSpec
@@ -104,6 +104,7 @@ class JobRecord(Contract):
     result: dict[str, Any] = {}
     error: str | None = None
     cancel_requested: bool = False
+    trace: str | None = None
     created: int = 0
     started: int | None = None
     finished: int | None = None

@@ -16,7 +16,7 @@ from typing import IO
 
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ENDED, JobRecord
-from semantide.shared.jobs import Jobs, now_ms, open_jobs_key
+from semantide.shared.jobs import AGAIN, Jobs, now_ms, open_jobs_key
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
 
@@ -106,10 +106,12 @@ class JobRunner:
             status = child.process.returncode
             if record.cancel_requested:
                 self._jobs.end(record, "cancelled", error="cancelled; its process had to be killed")
-            elif status != 75 and record.attempt >= self._room.settings.job_attempts:
+            elif status != AGAIN and record.attempt >= self._room.settings.job_attempts:
                 how = f"was killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
                 self._jobs.end(record, "failed", error=f"its process {how} in each of {record.attempt} attempts; the end of its log: {self._tail(record)}")
             else:
+                if status == AGAIN:
+                    self._jobs.write(job_id, attempt=max(0, record.attempt - 1))
                 self._log.warning("job's process ended early, it will be started again", job=job_id, status=status, attempt=record.attempt)
         del self._children[job_id]
         self._room.broker.eval(_RELEASE, 1, self._lease(job_id), self._name)
@@ -142,6 +144,8 @@ class JobRunner:
         log = (folder / "log.txt").open("ab")
         started = {} if record.started else {"started": now_ms()}
         self._jobs.write(record.id, state="running", attempt=record.attempt + 1, **started)
+        # Somebody may have cancelled it meanwhile, and closed it: it is open again until its process has seen that.
+        self._room.broker.sadd(open_jobs_key(self._room.name), record.id)
         process = subprocess.Popen([*self._command, record.id], stdin=subprocess.PIPE, stdout=log, stderr=log)
         self._children[record.id] = _Child(process, log)
         self._log.info("job started", job=record.id, kind=record.spec.kind, attempt=record.attempt + 1, pid=process.pid)

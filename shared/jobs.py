@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
-from semantide.shared.errors import Conflict, JobCancelled, NotFound
+from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, TransientError
 from semantide.shared.queues import Queues
-from semantide.shared.telemetry import logger
+from semantide.shared.telemetry import continued_trace, current_trace, logger
 
 _INDEX = "semantide:jobs"
 _METRICS_KEPT = 20_000
+METRICS_SECONDS = 30 * 86400  # live metrics of a job that has ended; a model keeps its own curve
+_RECORDS_PER_LOOK = 200
+AGAIN = 75  # exit status of a job's process that shall be started again without counting as a crash
 _PROGRESS_SECONDS = 0.2
 
 
@@ -67,20 +71,25 @@ class Jobs:
         self._redis.hset(self.key(job_id), mapping={name: json.dumps(value) for name, value in fields.items()})
 
     def submit(self, spec: JobSpec) -> JobRecord:
-        """Record a job and tell its room.
-
-        Raises: TransientError when the broker is away; then nothing was submitted.
-        """
-        record = JobRecord(id=f"{spec.kind}-{uuid.uuid4().hex[:12]}", spec=spec, created=now_ms())
-        self.write(record.id, **record.model_dump(mode="json"))
-        self._redis.zadd(_INDEX, {record.id: record.created})
-        self._open(record)
+        """Record a job, in one step, and tell its room."""
+        record = JobRecord(id=f"{spec.kind}-{uuid.uuid4().hex[:12]}", spec=spec, created=now_ms(), trace=current_trace())
+        self._open(record, record.model_dump(mode="json"))
         return record
 
-    def _open(self, record: JobRecord) -> None:
-        self._redis.sadd(open_jobs_key(record.spec.room), record.id)
-        if self._queues is not None:
+    def _open(self, record: JobRecord, fields: Mapping[str, Any]) -> None:
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
+        pipe.zadd(_INDEX, {record.id: record.created})
+        pipe.sadd(open_jobs_key(record.spec.room), record.id)
+        pipe.persist(self._metrics_key(record.id))
+        pipe.execute()
+        if self._queues is None:
+            return
+        try:
             self._queues.send(RunJob(room=record.spec.room, job_id=record.id))
+        except TransientError as error:
+            # The job stands, and its room looks by itself: a caller who were told of a failure would submit it twice.
+            logger("jobs").warning("the room could not be woken, it will see the job by itself", job=record.id, error=str(error))
 
     def get(self, job_id: str) -> JobRecord:
         """One record.
@@ -90,17 +99,25 @@ class Jobs:
         fields = self._redis.hgetall(self.key(job_id))
         if not fields:
             raise NotFound(f"no job {job_id!r}: list the jobs with `semantide jobs`")
-        return JobRecord.model_validate({name.decode(): json.loads(value) for name, value in fields.items()})
+        return _record(fields)
 
     def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100) -> list[JobRecord]:
         """Newest first."""
-        records = []
-        for raw in self._redis.zrevrange(_INDEX, 0, -1):
-            record = self.get(raw.decode())
-            if (kind is None or record.spec.kind == kind) and (state is None or record.state == state):
-                records.append(record)
-                if len(records) == limit:
-                    break
+        records: list[JobRecord] = []
+        begin = 0
+        while names := self._redis.zrevrange(_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
+            begin += len(names)
+            pipe = self._redis.pipeline(transaction=False)
+            for name in names:
+                pipe.hgetall(self.key(name.decode()))
+            for fields in pipe.execute():
+                if not fields:
+                    continue
+                record = _record(fields)
+                if (kind is None or record.spec.kind == kind) and (state is None or record.state == state):
+                    records.append(record)
+                    if len(records) == limit:
+                        return records
         return records
 
     def cancel(self, job_id: str) -> JobRecord:
@@ -124,8 +141,7 @@ class Jobs:
         record = self.get(job_id)
         if record.state not in ("failed", "cancelled"):
             raise Conflict(f"job {job_id} is {record.state}: only a failed or cancelled job can be resumed")
-        self.write(job_id, state="queued", cancel_requested=False, error=None, attempt=0, finished=None)
-        self._open(record)
+        self._open(record, {"state": "queued", "cancel_requested": False, "error": None, "attempt": 0, "finished": None})
         return self.get(job_id)
 
     def end(self, record: JobRecord, state: str, *, error: str | None = None, outcome: JobOutcome | None = None) -> None:
@@ -136,16 +152,34 @@ class Jobs:
         pipe = self._redis.pipeline()
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
         pipe.srem(open_jobs_key(record.spec.room), record.id)
+        pipe.expire(self._metrics_key(record.id), METRICS_SECONDS)
         pipe.execute()
+
+    @staticmethod
+    def _metrics_key(job_id: str) -> str:
+        return f"semantide:job:{job_id}:metrics"
 
     def metrics(self, job_id: str, after: int = -1) -> list[dict[str, float]]:
         """Metric rows with ``step`` > ``after``; of rows that a resumed run repeated, the last one."""
         rows: dict[tuple[int, tuple[str, ...]], dict[str, float]] = {}
-        for _, entry in self._redis.xrange(f"{self.key(job_id)}:metrics"):
-            row = json.loads(entry[b"row"])
-            if row["step"] > after:
-                rows[(row["step"], tuple(sorted(row)))] = row
-        return [rows[key] for key in sorted(rows, key=lambda key: key[0])]
+        # From the newest back, so that somebody who follows a long run reads only what is new.
+        last = "+"
+        while entries := self._redis.xrevrange(self._metrics_key(job_id), max=last, count=_RECORDS_PER_LOOK):
+            for _, entry in entries:
+                row = json.loads(entry[b"row"])
+                if row["step"] <= after:
+                    return _in_order(rows)
+                rows.setdefault((row["step"], tuple(sorted(row))), row)
+            last = f"({entries[-1][0].decode()}"
+        return _in_order(rows)
+
+
+def _record(fields: Mapping[bytes, bytes]) -> JobRecord:
+    return JobRecord.model_validate({name.decode(): json.loads(value) for name, value in fields.items()})
+
+
+def _in_order(rows: Mapping[tuple[int, tuple[str, ...]], dict[str, float]]) -> list[dict[str, float]]:
+    return [rows[key] for key in sorted(rows, key=lambda key: key[0])]
 
 
 class JobContext:
@@ -159,6 +193,7 @@ class JobContext:
         self._stop = threading.Event()
         self._last_progress = 0.0
         self._unsent: list[str] = []
+        self._discarded: list[Path] = []
         self._log = logger(f"job.{record.spec.kind}")
 
     def progress(self, done: float, total: float, unit: str = "", stage: str = "") -> None:
@@ -175,7 +210,7 @@ class JobContext:
         def flush() -> None:
             pipe = self.broker.pipeline(transaction=True)
             for row in self._unsent:
-                pipe.xadd(f"{Jobs.key(self.id)}:metrics", {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
+                pipe.xadd(Jobs._metrics_key(self.id), {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
             pipe.execute()
             self._unsent.clear()
 
@@ -201,12 +236,24 @@ class JobContext:
         self._stop.set()
 
     def send(self, message: Message) -> None:
-        """Put a message on its queue."""
+        """Put a message on its queue.
+
+        Raises: BrokerUnavailable; let it through, the job is then started again.
+        """
         self._queues.send(message)
+
+    def discard(self, folder: Path) -> None:
+        """Remove a folder once the job's outcome is kept: before, a restart may still need it."""
+        self._discarded.append(folder)
+
+    def tidy(self) -> None:
+        """Remove what was discarded."""
+        for folder in self._discarded:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Settings, store: ArtifactStore, client: Any, queues: Queues) -> int:
-    """The body of a job's process; the exit status is 0 when its end was recorded, 75 when it shall be started again."""
+    """The body of a job's process; the exit status is 0 when its end was recorded, ``AGAIN`` when it shall be started again."""
     jobs = Jobs(client)
     record = jobs.get(job_id)
     context = JobContext(record, settings, store, client, queues)
@@ -214,19 +261,25 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
     log = logger(f"job.{record.spec.kind}")
     if not _lock(context.workdir / "lock"):
         log.warning("another process still runs this job", job=job_id)
-        return 75
+        return AGAIN
     kept = context.workdir / "outcome.json"
     state, error, outcome = "succeeded", None, None
     try:
         if kept.exists():
             outcome = JobOutcome(**json.loads(kept.read_text()))
         else:
-            outcome = run(context)
+            with continued_trace(record.trace, f"job {record.spec.kind}"):
+                outcome = run(context)
             _write_atomically(kept, json.dumps({"artifacts": outcome.artifacts, "result": outcome.result}))
+            context.tidy()
     except JobCancelled:
-        if not jobs.get(job_id).cancel_requested:
-            return 75
+        if not _patiently(lambda: jobs.get(job_id).cancel_requested):
+            return AGAIN
         state, error = "cancelled", "cancelled on request; `semantide jobs resume` goes on from its last checkpoint"
+    except (BrokerUnavailable, *broker_door.ConnectionLost) as cause:
+        # No fault of the job's: it goes on from its folder when the broker is back.
+        log.warning("the broker is away, the job will be started again", job=job_id, error=str(cause))
+        return AGAIN
     except Exception as cause:
         log.exception("job failed", job=job_id)
         state, error = "failed", f"{type(cause).__name__}: {cause}"
@@ -236,8 +289,18 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
             return 0
         except broker_door.ConnectionLost:
             if context._stop.is_set():
-                return 75
+                return AGAIN
             time.sleep(0.5)
+
+
+def _patiently(ask: Callable[[], bool]) -> bool:
+    """Ask the broker a few times; no answer counts as no."""
+    for _ in range(10):
+        try:
+            return ask()
+        except broker_door.ConnectionLost:
+            time.sleep(0.5)
+    return False
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from kombu.exceptions import OperationalError
 
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
-from semantide.shared.errors import TransientError
+from semantide.shared.errors import BrokerUnavailable, TransientError
 from semantide.shared.telemetry import logger
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ READERS: dict[type[Message], tuple[str, ...]] = {
     ModelTrained: ("serving",),
 }
 MAX_ATTEMPTS = 8
+_LETTERS_SHOWN = 50
+_LETTER_TEXT = 4000
 VISIBILITY_SECONDS = 60  # a handler ends well within it; what a killed worker held comes back after it
 
 _handlers: dict[type[Message], Handler] = {}
@@ -61,6 +63,12 @@ def queue_name(message_type: type[Message], room: str) -> str:
 def dead_letter_key(queue: str) -> str:
     """The Redis list that keeps what a queue's handler could not do."""
     return f"semantide:dead:{queue}"
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shortened(entry) for name, entry in value.items()}
+    return f"{value[:_LETTER_TEXT]}... ({len(value)} characters)" if isinstance(value, str) and len(value) > _LETTER_TEXT else value
 
 
 class Queues:
@@ -100,7 +108,14 @@ class Queues:
                     kind.__name__, kwargs={"body": message.model_dump(mode="json")}, queue=queue_name(kind, room), retry=True, retry_policy={"max_retries": 3}
                 )
             except (OSError, OperationalError, *broker_door.ConnectionLost) as error:
-                raise TransientError(f"message {kind.__name__} could not be queued ({error}): the broker is away, try again") from error
+                raise BrokerUnavailable(f"message {kind.__name__} could not be queued ({error}): the broker is away, try again") from error
+
+    @staticmethod
+    def trace() -> None:
+        """Carry this process's traces in the headers of the messages that it sends and handles."""
+        from opentelemetry.instrumentation.celery import CeleryInstrumentor
+
+        CeleryInstrumentor().instrument()
 
     def depths(self, client: Any) -> dict[str, int]:
         """Waiting messages of every queue that ever held one."""
@@ -109,10 +124,11 @@ class Queues:
         return {name: int(client.llen(f"semantide:queue:{name}")) for name in names}
 
     def dead_letters(self, client: Any) -> dict[str, list[dict[str, Any]]]:
-        """Parked messages with their causes, by queue."""
+        """The newest parked messages with their causes, by queue; long values are cut, the list in Redis has them whole."""
         letters = {}
         for key in sorted(client.scan_iter("semantide:dead:*")):
-            letters[key.decode().removeprefix("semantide:dead:")] = [json.loads(entry) for entry in client.lrange(key, 0, -1)]
+            entries = client.lrange(key, -_LETTERS_SHOWN, -1)
+            letters[key.decode().removeprefix("semantide:dead:")] = [_shortened(json.loads(entry)) for entry in entries]
         return letters
 
     def work(self, room: Room, *, ready: Callable[[], None] | None = None, shutdown: Callable[[], None] | None = None) -> None:

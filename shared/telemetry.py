@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
-from opentelemetry import metrics, trace
+from opentelemetry import metrics, propagate, trace
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
@@ -89,6 +91,21 @@ def logger(name: str) -> Any:
 def tracer(name: str) -> trace.Tracer:
     """A tracer of one room."""
     return trace.get_tracer(f"semantide.{name}")
+
+
+def current_trace() -> str | None:
+    """The current span as a W3C ``traceparent``, to be kept where no message carries it; None outside of a trace."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return carrier.get("traceparent")
+
+
+@contextmanager
+def continued_trace(trace_parent: str | None, name: str) -> Iterator[None]:
+    """A span that continues a kept trace, or begins one of its own."""
+    context = propagate.extract({"traceparent": trace_parent}) if trace_parent else None
+    with tracer("jobs").start_as_current_span(name, context=context):
+        yield
 
 
 def meter(name: str) -> metrics.Meter:

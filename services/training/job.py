@@ -97,7 +97,8 @@ def train(job: JobContext) -> JobOutcome:
     ref = job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
     if catalog is not None:
         job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
-    shutil.rmtree(job.workdir / "checkpoints", ignore_errors=True)
+    job.discard(job.workdir / "checkpoints")
+    job.discard(folder)
     return JobOutcome({"model": ref}, metrics)
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.errors import Conflict, NotFound
+from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound
 from semantide.shared.job_runner import JobRunner
-from semantide.shared.jobs import Jobs
+from semantide.shared.jobs import METRICS_SECONDS, JobContext, JobOutcome, Jobs, run_job
 
 # A job's process with a body of the test's own: counts to `steps`, keeps its count in a checkpoint, appends each step it makes to `made`.
 BODY = """
@@ -23,7 +25,7 @@ import json, os, sys, time
 from semantide.shared import broker
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
-from semantide.shared.errors import BadData
+from semantide.shared.errors import BadData, BrokerUnavailable
 from semantide.shared.jobs import JobContext, JobOutcome, run_job
 from semantide.shared.queues import Queues
 
@@ -31,8 +33,13 @@ def run(job: JobContext) -> JobOutcome:
     config = job.spec.config
     path = job.workdir / "count.json"
     count = json.loads(path.read_text()) if path.exists() else 0
+    (job.workdir / "scratch").mkdir(exist_ok=True)
+    job.discard(job.workdir / "scratch")
     while count < config["steps"]:
         job.check_cancelled()
+        if config.get("lose_broker_at") == count and not (job.workdir / "lost").exists():
+            (job.workdir / "lost").touch()
+            raise BrokerUnavailable("gone for a moment")
         if config.get("fail_at") == count:
             raise BadData("row 7, field time: 3 is in seconds: give milliseconds")
         if config.get("die_at") == count:
@@ -122,6 +129,8 @@ def test_a_job_succeeds_and_says_what_it_did(room: Any, start_runner: Any) -> No
     assert [row["step"] for row in jobs.metrics(record.id)] == [1, 2, 3]
     assert jobs.metrics(record.id, after=2) == [{"step": 3, "loss": 1 / 3}]
     assert jobs.recent(kind="train", state="succeeded")[0].id == record.id
+    assert not (room.settings.data_dir / "jobs" / record.id / "scratch").exists()
+    assert 0 < room.broker.ttl(f"{Jobs.key(record.id)}:metrics") <= METRICS_SECONDS
     with pytest.raises(Conflict, match="already succeeded"):
         jobs.cancel(record.id)
     with pytest.raises(Conflict, match="only a failed or cancelled"):
@@ -157,6 +166,57 @@ def test_a_job_that_always_dies_fails_with_its_log(room: Any, start_runner: Any)
     start_runner()
     record = wait_for(jobs, submit(jobs, steps=3, die_at=0).id, lambda r: r.state == "failed")
     assert record.attempt == room.settings.job_attempts and "status 3" in str(record.error)
+
+
+def test_a_lost_broker_is_no_failure_of_the_job(room: Any, start_runner: Any) -> None:
+    jobs = Jobs(room.broker, room.queues)
+    start_runner()
+    record = wait_for(jobs, submit(jobs, steps=3, lose_broker_at=2).id, lambda r: r.state in ("succeeded", "failed"))
+    assert record.state == "succeeded" and record.attempt == 1
+    assert (room.settings.data_dir / "jobs" / record.id / "lost").exists()
+
+
+def test_a_room_that_cannot_be_woken_still_gets_its_job(room: Any, start_runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: Any) -> None:
+        raise BrokerUnavailable("message RunJob could not be queued")
+
+    monkeypatch.setattr(room.queues, "send", away)
+    jobs = Jobs(room.broker, room.queues)
+    record = submit(jobs, steps=1)
+    start_runner()
+    assert wait_for(jobs, record.id, lambda r: r.state == "succeeded").result["count"] == 1
+
+
+def test_a_job_continues_the_trace_of_who_submitted_it(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider())
+    seen = []
+
+    def run(job: JobContext) -> JobOutcome:
+        seen.append(trace.get_current_span().get_span_context())
+        return JobOutcome()
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with trace.get_tracer("test").start_as_current_span("request") as span:
+            record = Jobs(room.broker).submit(JobSpec(kind="train"))
+        assert run_job(record.id, run, room.settings, room.store, room.broker, room.queues) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen[0].trace_id == span.get_span_context().trace_id
+    assert seen[0].span_id != span.get_span_context().span_id
+
+
+def test_recent_looks_past_others_and_the_newest_metrics_are_enough(room: Any) -> None:
+    jobs = Jobs(room.broker)
+    first = jobs.submit(JobSpec(kind="dataset"))
+    for number in range(210):
+        room.broker.zadd("semantide:jobs", {f"gone-{number}": first.created + 1 + number})
+    assert [record.id for record in jobs.recent(kind="dataset")] == [first.id]
+    for step in [*range(300), *range(250, 420)]:
+        room.broker.xadd(f"{Jobs.key(first.id)}:metrics", {"row": json.dumps({"step": step})})
+    assert [row["step"] for row in jobs.metrics(first.id)] == list(range(420))
+    assert [row["step"] for row in jobs.metrics(first.id, after=100)] == list(range(101, 420))
+    assert [row["step"] for row in jobs.metrics(first.id, after=415)] == [416, 417, 418, 419]
 
 
 def test_cancel_stops_soon_and_resume_goes_on(room: Any, start_runner: Any) -> None:
