@@ -73,7 +73,7 @@ class Settings(BaseSettings):
     serving_deadline_seconds: float = Field(default=10.0, gt=0)
     """How long a recommendation request may wait before it is given up, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port on which a worker process shows its metrics on loopback. 0: none."""
+    """Port on which a worker process shows its metrics on loopback; ``semantide up`` gives its workers this one and the next. 0: none."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, http://host:4318. Empty: traces stay in the process, nothing leaves the machine."""
     log_level: str = "INFO"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,16 +73,18 @@ class Client:
         """POST a JSON body."""
         return self.call("POST", path, json=body)
 
-    def upload(self, path: Path) -> str:
-        """Stream a file to the stack; the path under which an import finds it."""
+    def upload(self, path: Path) -> tuple[str, str]:
+        """Stream a file to the stack; the name it has there, and the path under which an import finds it."""
+        # A folder of its own: two uploads of one file name must not meet.
+        name = f"{uuid.uuid4().hex[:12]}/{re.sub(r'[^A-Za-z0-9._-]', '_', path.name).lstrip('.')[-200:] or 'file'}"
 
         def chunks() -> Iterator[bytes]:
             with path.open("rb") as stream:
                 while block := stream.read(_CHUNK_BYTES):
                     yield block
 
-        answer = self.call("PUT", f"/v1/uploads/{path.name}", content=chunks(), timeout=None)
-        return str(answer["path"])
+        answer = self.call("PUT", f"/v1/uploads/{name}", content=chunks(), headers={"Content-Length": str(path.stat().st_size)}, timeout=None)
+        return name, str(answer["path"])
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Submit a job."""
@@ -88,6 +93,30 @@ class Client:
     def job(self, job_id: str) -> JobRecord:
         """One job's record."""
         return JobRecord.model_validate(self.get(f"/v1/jobs/{job_id}"))
+
+    def current_catalog(self) -> str:
+        """Reference of the newest tokenizer's catalog, with the items that came since.
+
+        Raises: NotFound.
+        """
+        if (current := self.get("/v1/catalogs")["current"]) is None:
+            raise NotFound("no catalog yet: run `semantide tokenize` first, or name one with --catalog")
+        return str(current)
+
+    def promote(self, model: str, catalog: str | None = None, *, patience_seconds: float = 0.0) -> dict[str, Any]:
+        """Make a model live. One that has just been trained is announced by a message, for which one may have to wait.
+
+        Raises: StackError.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                answer: dict[str, Any] = self.post("/v1/serving/promote", {"model": model} | ({"catalog": catalog} if catalog else {}))
+                return answer
+            except StackError as error:
+                if error.status != 404 or time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.3)
 
     def latest(self, kind: str, artifact: str, recipe: str | None = None) -> str:
         """Reference of the artifact that the newest successful job of a kind made.

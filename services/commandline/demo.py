@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ def run_demo(dataset: str, seed: int) -> None:
     begin = time.monotonic()
     try:
         stack.start()
+        threading.Thread(target=stack.watch, name="watch", daemon=True).start()
         client = Client(Settings(url=stack.url, data_dir=settings.data_dir))
         walk = Walk(client, seed)
         walk.times.append(("start the stack", time.monotonic() - begin))
@@ -103,7 +105,7 @@ def _loop(walk: Walk, source: demo_data.Source) -> dict[str, Any]:
     with walk.stage("evaluate"):
         result = walk.job(JobSpec(kind="evaluate", inputs={**inputs, "model": model, "baseline": baseline}, seed=walk.seed)).result
     with walk.stage("promote"):
-        walk.client.post("/v1/serving/promote", {"model": model})
+        walk.client.promote(model, patience_seconds=60)
         deadline = time.monotonic() + 60
         while (live := walk.client.get("/v1/serving/live")).get("loaded_model") != model:
             if time.monotonic() > deadline:
@@ -119,6 +121,8 @@ def _ask(walk: Walk, source: demo_data.Source) -> list[tuple[str, list[str], lis
         for user in source.users:
             answer = walk.client.post("/v1/recommendations", {"user": user, "n": 5, "exclude_seen": True})
             recent = [event["item"] for event in walk.client.get(f"/v1/users/{user}/history")["events"] if source.counts(event["action"])][-3:]
+            if answer["short_reason"]:
+                display.problems.print(f"user {user}: {answer['short_reason']}", highlight=False, markup=False)
             asked.append((user, [source.titles.get(item, item) for item in recent], answer["items"]))
     return asked
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
@@ -30,12 +31,12 @@ class Source:
     paths: tuple[Path, ...]
     users: tuple[str, ...]
     titles: dict[str, str] = field(repr=False)
-    passive: tuple[str, ...] = ("exposure",)
+    unwanted: tuple[str, ...] = ("exposure", "hate")
     dataset_config: dict[str, Any] = field(default_factory=dict)
 
     def counts(self, action: str) -> bool:
         """Whether an action says that the user wanted the item."""
-        return action not in self.passive
+        return action not in self.unwanted
 
 
 def prepare(name: str, downloads: Path) -> Source:
@@ -62,7 +63,7 @@ def _kuairand() -> Source:
     if not folder.exists():
         raise NotFound("the KuaiRand sample is not here: run the demo from a clone of the repository (`make demo`)")
     events = pq.read_table(folder / "interactions.parquet", columns=["user", "action"])
-    liked = events.filter(pc.not_equal(events["action"], "exposure"))
+    liked = events.filter(pc.invert(pc.is_in(events["action"], pa.array(["exposure", "hate"]))))
     items = pq.read_table(folder / "items.parquet", columns=["id", "title"])
     titles = dict(zip(items["id"].to_pylist(), items["title"].to_pylist(), strict=True))
     return Source("the KuaiRand sample", folder, (folder,), _three_users(Counter(liked["user"].to_pylist())), titles)

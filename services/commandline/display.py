@@ -77,6 +77,17 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     console.print(grid)
 
 
+def rejections(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print why rows were refused."""
+    for row in rows:
+        where = f"{row['file']} row" if row.get("file") else "row"
+        problems.print(
+            f"{where} {row['row']}, field {row['field']}, value {row['value']!r}: {row.get('reason', '')}; {row.get('remedy', '')}",
+            highlight=False,
+            markup=False,
+        )
+
+
 def as_json(value: Any) -> None:
     """Print one JSON document to standard output."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

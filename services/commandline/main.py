@@ -32,6 +32,9 @@ app = typer.Typer(
 jobs_app = typer.Typer(no_args_is_help=True, help="Long work: list, show, cancel, resume, read logs.")
 app.add_typer(jobs_app, name="jobs")
 
+_BASELINE = "sasrec"
+_REJECTS_SHOWN = 5
+
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job until it ends")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
@@ -166,22 +169,30 @@ def ingest(
     if format:
         body["format"] = format
     spec = JobSpec(kind="import")
+    uploaded = None
     try:
         record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
     except StackError as error:
         # The stack may live elsewhere, or may not read that folder: send a single file there instead.
         if error.status not in (403, 404) or not path.is_file():
             raise
-        body["path"] = client.upload(path)
+        uploaded, body["path"] = client.upload(path)
         record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
     if not wait:
         return
+    if uploaded is not None:
+        client.call("DELETE", f"/v1/uploads/{uploaded}")
     counts = record.result
     if not as_json:
         figures = ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and not isinstance(value, bool))
         display.console.print(figures, highlight=False)
     if counts.get("rejected"):
-        display.problems.print(f"{counts['rejected']:,} rows were rejected; reasons: {counts.get('reject_file', '')}", highlight=False)
+        display.rejections(counts.get("rejects", [])[:_REJECTS_SHOWN])
+        display.problems.print(
+            f"{counts['rejected']:,} rows were rejected; all with their reasons: {counts['reject_file']} (or GET /v1/imports/{record.id}/rejects)",
+            highlight=False,
+            markup=False,
+        )
         raise typer.Exit(1)
 
 
@@ -202,13 +213,8 @@ def tokenize(recipe: str = "", dataset: str | None = None, seed: int = 0, overri
 
 
 def _tokenizer_report(result: dict[str, Any]) -> None:
-    report = result.get("report", result)
-    levels = report.get("levels", [])
-    if levels:
-        names = [name for name, value in levels[0].items() if isinstance(value, (int, float))]
-        display.table("Semantic ids", names, [[level[name] for name in names] for level in levels])
-    rest = {name: value for name, value in report.items() if isinstance(value, (int, float, str, bool))}
-    display.console.print(", ".join(f"{name} {value}" for name, value in rest.items()), highlight=False)
+    for line in result["report"]["summary"]:
+        display.console.print(line, highlight=False, markup=False)
 
 
 @app.command()
@@ -224,7 +230,9 @@ def train(
 ) -> None:
     """Train a model: recipe tiny, small, base (generator) or sasrec (baseline)."""
     client = Client(Settings())
-    inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "catalog": catalog or client.latest("tokenize", "catalog")}
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
+    if recipe != _BASELINE or catalog:
+        inputs["catalog"] = catalog or client.current_catalog()
     config = _config(overrides) | ({"promote": True} if promote else {})
     record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
@@ -249,7 +257,7 @@ def evaluate(
     inputs = {
         "model": model,
         "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
-        "catalog": catalog or made_from.get("catalog") or client.latest("tokenize", "catalog"),
+        "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
     }
     if baseline:
         inputs["baseline"] = baseline
@@ -261,7 +269,7 @@ def evaluate(
 def _latest_generator(client: Client) -> str:
     for raw in client.get("/v1/jobs", kind="train", state="succeeded", limit=1000):
         record = JobRecord.model_validate(raw)
-        if "model" in record.artifacts and record.spec.recipe != "sasrec":
+        if "model" in record.artifacts and record.spec.recipe != _BASELINE:
             return record.artifacts["model"]
     raise SemantideError("no generator yet: run `semantide train` first, or name one with --model")
 
@@ -270,9 +278,8 @@ def _latest_generator(client: Client) -> str:
 def promote(model: str | None = None, catalog: str | None = None, as_json: AsJson = False) -> None:
     """Make a model live; requests in flight end on the old one."""
     client = Client(Settings())
-    model = model or _latest_generator(client)
     # Without a catalog the stack takes the newest extension of the one the model was trained for.
-    answer = client.post("/v1/serving/promote", {"model": model} | ({"catalog": catalog} if catalog else {}))
+    answer = client.promote(model, catalog) if model else client.promote(_latest_generator(client), catalog, patience_seconds=30)
     display.as_json(answer) if as_json else display.console.print(f"live: {answer['model']} with {answer['catalog']}", highlight=False)
 
 
@@ -292,13 +299,15 @@ def recommend(
     exclude_seen: bool = False,
     exclude: Annotated[list[str] | None, typer.Option(help="An item that must not appear; repeat it")] = None,
     category: Annotated[list[str] | None, typer.Option(help="Only items of any of these categories; repeat it")] = None,
+    every_category: Annotated[list[str] | None, typer.Option(help="Only items of all of these categories; repeat it")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask the live model for recommendations."""
     if user is None and not history:
         raise ValueError("say for whom: --user ID, or a history with --item ID (repeated)")
     body: dict[str, Any] = {"n": n, "exclude_seen": exclude_seen}
-    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude, "categories_any": category}
+    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude}
+    optional |= {"categories_any": category, "categories_all": every_category}
     body |= {name: value for name, value in optional.items() if value is not None}
     answer = Client(Settings()).post("/v1/recommendations", body)
     if as_json:

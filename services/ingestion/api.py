@@ -8,7 +8,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ def build(room: Room) -> APIRouter:
                 **ItemLog(manifest).counts(),
             }
 
-    @router.get("/users/{user}/history", summary="The user's recent interactions, oldest first")
+    @router.get("/users/{user:path}/history", summary="The user's recent interactions, oldest first")
     def history(user: str) -> dict[str, Any]:
         return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
 
@@ -280,6 +280,9 @@ def build(room: Room) -> APIRouter:
         if not path.is_file():
             raise NotFound(f"no uploaded file {name!r}")
         path.unlink()
+        with suppress(OSError):  # its folder goes with its last file
+            if path.parent != uploads:
+                path.parent.rmdir()
         return Response(status_code=204)
 
     return router
@@ -297,7 +300,12 @@ async def _receive(request: Request, folder: Path, name: str) -> dict[str, Any]:
     Raises: BadData, HTTPException 507 where the disk has no room.
     """
     path = _upload_path(folder, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise BadData(f"upload name {name!r}: a part of it before the last is a file already; choose another name") from error
+    if path.is_dir():
+        raise BadData(f"upload name {name!r} is a folder already; choose another name")
     announced = request.headers.get("content-length", "")
     _need_room(folder, int(announced) if announced.isdigit() else 0)
     temporary = folder / f".incoming-{uuid.uuid4().hex}"
