@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.version import code_version
 
 _CHUNK_BYTES = 1 << 20
+_REFERENCE = re.compile(r"[a-z]+/sha256-[0-9a-f]{64}")
 
 
 def digest_bytes(data: bytes) -> str:
@@ -85,7 +88,8 @@ class ArtifactStore:
 
     def exists(self, ref: str) -> bool:
         """Whether the artifact is complete in the store."""
-        return bool(self.fs.exists(f"{self.root}/{ref}/manifest.json"))
+        # Anything else, such as a way out of the store, names no artifact.
+        return _REFERENCE.fullmatch(ref) is not None and bool(self.fs.exists(f"{self.root}/{ref}/manifest.json"))
 
     def manifest(self, ref: str) -> dict[str, Any]:
         """The manifest: files, code version, config, inputs, seed.
@@ -108,6 +112,9 @@ class ArtifactStore:
             for name, entry in manifest["files"].items():
                 path = folder / name
                 if not path.is_file() or digest_file(path) != entry["sha256"]:
+                    if not self._local:
+                        # The next attempt fetches it anew.
+                        shutil.rmtree(folder, ignore_errors=True)
                     raise Corrupt(
                         f"{ref}: file {name} does not have the digest of its manifest ({entry['sha256'][:12]}...): delete the artifact and run its job again"
                     )
@@ -117,13 +124,14 @@ class ArtifactStore:
         folder = self._cache / ref
         if not (folder / "manifest.json").is_file():
             temporary = self._cache / f".incoming-{uuid.uuid4().hex}"
-            for name in [*manifest["files"], "manifest.json"]:
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                self.fs.get_file(f"{self.root}/{ref}/{name}", str(temporary / name))
-            folder.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.rename(temporary, folder)
-            except OSError:
+                for name in [*manifest["files"], "manifest.json"]:
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    self.fs.get_file(f"{self.root}/{ref}/{name}", str(temporary / name))
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(OSError):  # another process was faster
+                    os.rename(temporary, folder)
+            finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         return folder
 

@@ -27,6 +27,7 @@ from semantide.shared.errors import BrokerUnavailable
 
 RedisError = redis.RedisError
 ResponseError = redis.ResponseError
+WatchError = redis.WatchError
 ConnectionLost = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
 
 _START_SECONDS = 30.0

@@ -88,19 +88,29 @@ def import_files(job: JobContext) -> JobOutcome:
             while shutil.disk_usage(manifest.folder).free < MIN_FREE_BYTES:
                 retry(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
-        run_through(work, check=check, retry=retry, report=report)
+        try:
+            run_through(work, check=check, retry=retry, report=report)
+        except BadData:
+            # What came before the damage is stored and counts: nothing of it may stay half told.
+            _tell(job, manifest, work)
+            raise
         per_second = (work.state.num_rows - rows_before) / max(1e-6, time.monotonic() - begun)
         result = result_of(work, skipped, per_second)
         if work.state.num_rows == work.state.rejected:
             first = result["rejects"][0] if result["rejects"] else None
             why = f"the first: {first}" if first else "there were none"
             raise BadData(f"none of the {work.state.num_rows} rows could be imported; {why}")
-        if result["items"]:
-            _publish_items(job, manifest)
-        if result["interactions"]:
-            _merge_histories(job, EventLog(manifest).segments(job.id))
-        work.release()
+        _tell(job, manifest, work)
     return JobOutcome(result=result)
+
+
+def _tell(job: JobContext, manifest: Manifest, work: FileImport) -> None:
+    """Let the other rooms know of what is stored."""
+    if work.state.items:
+        _publish_items(job, manifest)
+    if work.state.accepted > work.state.items:
+        _merge_histories(job, EventLog(manifest).segments(job.id))
+    work.release()
 
 
 def _plan(job: JobContext, config: ImportConfig, folders: list[Path]) -> tuple[list[Source], dict[str, str], int]:

@@ -231,11 +231,10 @@ class Consumer:
         with tempfile.TemporaryDirectory(dir=self._manifest.folder) as folder:
             state = self._writer.items.write(changes, Path(folder))
             ref = self._room.store.put("items", Path(folder))
-        if self._availability.version() != version or self._redis.xlen(STREAM):
+        good = pc.and_(state["available"], pc.invert(state["deleted"]))
+        if self._redis.xlen(STREAM) or not self._tell_as_of(version, dict(zip(state["item"].to_pylist(), good.to_pylist(), strict=True))):
             # A newer state was accepted meanwhile: telling this one would undo it for a moment.
             return False
-        good = pc.and_(state["available"], pc.invert(state["deleted"]))
-        self._tell_availability(dict(zip(state["item"].to_pylist(), good.to_pylist(), strict=True)))
         self._room.send(ItemsChanged(items=ref))
         self._writer.items.announced(changes)
         self._due = None
@@ -245,6 +244,13 @@ class Consumer:
         else:
             self._redis.set(DIMENSION, dimension, nx=True)
         _LOG.info("items changed", items=len(changes), artifact=ref)
+        return True
+
+    def _tell_as_of(self, version: int, available: dict[str, bool]) -> bool:
+        ids = list(available)
+        for number, begin in enumerate(range(0, len(ids), _AVAILABILITY_PART)):
+            if not self._availability.update_as_of(version + number, {item: available[item] for item in ids[begin : begin + _AVAILABILITY_PART]}):
+                return False
         return True
 
     def _tell_availability(self, available: dict[str, bool]) -> None:

@@ -119,6 +119,21 @@ def test_a_file_that_cannot_be_used_fails_whole(tmp_path: Path, start: Any, sett
     assert rows_of(settings) == []
 
 
+def test_what_came_before_the_damage_counts_in_full(tmp_path: Path, start: Any, settings: Any, broker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(textlines, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(textlines.blocks, "__kwdefaults__", {**textlines.blocks.__kwdefaults__, "block_bytes": 20_000})
+    monkeypatch.setattr(fileimport, "ROWS_PER_CHUNK", 500)
+    rows = "".join(json.dumps({"user": f"u{n % 7}", "item": f"i{n * 7919 % 10_007}", "time": T + n}) + "\n" for n in range(20_000))
+    packed = gzip.compress(rows.encode())
+    (tmp_path / "log.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(BadData, match="damaged or cut off"):
+        start(tmp_path / "log.jsonl.gz")
+    stored = rows_of(settings)
+    assert 0 < len(stored) < 20_000
+    told = Histories(broker, settings.history_length, 60).get("u0")
+    assert [event.item for event in told] == [row["item"] for row in stored if row["user"] == "u0"][-settings.history_length :]
+
+
 def test_a_damaged_file_stops_a_folder_before_anything_is_read(tmp_path: Path, start: Any, settings: Any) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()

@@ -93,3 +93,13 @@ def test_an_object_store_gives_the_same_reference(tmp_path: Path) -> None:
     assert remote.put("things", source) == local
     assert (remote.get(local) / "deep" / "b").read_bytes() == b"2"
     assert remote.list() == [local]
+
+
+def test_a_reference_never_leads_out_of_the_store(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", {"manifest.json": b'{"files": {}}', "report.json": b"{}"})
+    store = ArtifactStore(str(tmp_path / "artifacts"))
+    (tmp_path / "artifacts" / "catalogs").mkdir(parents=True)
+    for ref in ("catalogs/../../elsewhere", "../elsewhere", f"catalogs/sha256-{'0' * 64}/../../../elsewhere"):
+        assert not store.exists(ref)
+        with pytest.raises(NotFound):
+            store.get(ref, verify=False)
