@@ -71,6 +71,12 @@ def _presented_key(headers: dict[bytes, bytes]) -> str:
     return ""
 
 
+def _sent_by_another_site(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """A browser repeats Basic credentials for whatever page makes it send a request: a foreign page must not change anything with them."""
+    basic = headers.get(b"authorization", b"")[:6].lower() == b"basic "
+    return basic and scope["method"] not in ("GET", "HEAD") and headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+
+
 def _error(status: int, kind: str, message: str, details: Any = None, headers: dict[str, str] | None = None) -> JSONResponse:
     body: dict[str, Any] = {"type": kind, "message": message}
     if details is not None:
@@ -100,6 +106,11 @@ class Gate:
                 headers={"WWW-Authenticate": 'Basic realm="semantide"'},
             )
             await answer(scope, receive, send)  # type: ignore[arg-type]
+            return
+        if _sent_by_another_site(scope, headers):
+            await _error(403, "Forbidden", "another site's page sent this with the key that the browser keeps: send the key as a Bearer token")(
+                scope, receive, send
+            )  # type: ignore[arg-type]
             return
         if scope["path"].startswith(UPLOAD_PREFIX):
             await self._app(scope, receive, send)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,6 +105,14 @@ def continued_trace(trace_parent: str | None, name: str) -> Iterator[None]:
     """A span that continues a kept trace, or begins one of its own."""
     context = propagate.extract({"traceparent": trace_parent}) if trace_parent else None
     with tracer("jobs").start_as_current_span(name, context=context):
+        yield
+
+
+@contextmanager
+def linked_span(room: str, name: str, trace_parents: Iterable[str]) -> Iterator[None]:
+    """A span of work done for several requests at once, linked to the kept trace of each."""
+    found = [trace.get_current_span(propagate.extract({"traceparent": kept})).get_span_context() for kept in trace_parents if kept]
+    with tracer(room).start_as_current_span(name, links=[trace.Link(context) for context in found if context.is_valid]):
         yield
 
 

@@ -1,6 +1,6 @@
 """The Redis Stream between the API and the event log: names, and what an entry holds.
 
-One entry is one accepted batch: its kind, how many rows, and the rows as an Arrow IPC stream.
+One entry is one accepted batch: its kind, how many rows, the rows as an Arrow IPC stream, and the trace of the request that brought them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from semantide.services.ingestion.schema import SCHEMAS, Kind
 from semantide.shared.errors import Corrupt
+from semantide.shared.telemetry import current_trace
 
 STREAM = "semantide:ingestion:stream"
 GROUP = "eventlog"
@@ -27,6 +28,7 @@ class Entry:
     id: str
     kind: Kind
     table: pa.Table
+    trace: str = ""
 
 
 def encode(kind: Kind, table: pa.Table) -> dict[str, bytes]:
@@ -34,7 +36,10 @@ def encode(kind: Kind, table: pa.Table) -> dict[str, bytes]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
-    return {"kind": kind.encode(), "rows": str(table.num_rows).encode(), "data": sink.getvalue().to_pybytes()}
+    fields = {"kind": kind.encode(), "rows": str(table.num_rows).encode(), "data": sink.getvalue().to_pybytes()}
+    if trace := current_trace():
+        fields["trace"] = trace.encode()
+    return fields
 
 
 def decode(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
@@ -48,6 +53,6 @@ def decode(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
     try:
         with pa.ipc.open_stream(fields[b"data"]) as reader:
             table = reader.read_all()
-        return Entry(entry_id.decode(), kind, table.cast(SCHEMAS[kind]))  # type: ignore[index,arg-type]
+        return Entry(entry_id.decode(), kind, table.cast(SCHEMAS[kind]), fields.get(b"trace", b"").decode("latin-1"))  # type: ignore[index,arg-type]
     except (KeyError, pa.ArrowInvalid, ValueError, OSError) as error:
         raise Corrupt(f"stream entry {entry_id.decode()} cannot be read ({error}): it was parked in {PARKED}") from error

@@ -33,7 +33,7 @@ from semantide.shared.contracts import Interaction, ItemsChanged
 from semantide.shared.errors import Corrupt, TransientError
 from semantide.shared.history import Histories
 from semantide.shared.room import Room
-from semantide.shared.telemetry import logger, meter
+from semantide.shared.telemetry import linked_span, logger, meter
 
 ENTRIES_PER_READ = 40
 LINGER_SECONDS = 0.1
@@ -166,6 +166,10 @@ class Consumer:
                 self._park(entry_id, error)
         if not entries:
             return
+        with linked_span("ingestion", "write to the log", [entry.trace for entry in entries]):
+            self._store(entries)
+
+    def _store(self, entries: Sequence[Entry]) -> None:
         begun = time.monotonic()
         written = self._write(entries)
         pipe = self._redis.pipeline(transaction=True)

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from semantide.services.serving.profile import Reading
 from semantide.services.serving.registry import Pair
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
@@ -88,6 +89,7 @@ class Bundle:
     rows_of_category: Mapping[str, IntArray]
     item_tokens_NL: npt.NDArray[np.int64]
     max_history_items: int
+    reading: Reading = field(default_factory=Reading)
     masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
 
     def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...]) -> Mask:
@@ -130,6 +132,11 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
+def _reading(header: Mapping[str, Any]) -> Reading:
+    said = header.get("history") or {}
+    return Reading(float(said.get("positive_intensity", Reading.positive_intensity)), str(said.get("deduplicate", Reading.deduplicate)))
+
+
 def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[str, IntArray]]:
     path = folder / "item_info.parquet"
     if not path.exists():
@@ -169,4 +176,5 @@ def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
         rows_of_category=rows_of_category,
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
+        reading=_reading(header),
     )

@@ -1,6 +1,6 @@
 """What a user's interactions mean for a recommendation: what to continue, what was seen, what never to show.
 
-The same item several times in a row counts once, as in the training histories.
+A history is made as the model's training histories were: the same actions count, and repeats are folded in the same way.
 """
 
 from __future__ import annotations
@@ -20,16 +20,28 @@ class Profile:
     blocked: tuple[str, ...] = ()
 
 
-def profile_of(events: Iterable[tuple[str, str]], actions: Mapping[str, float]) -> Profile:
+@dataclass(frozen=True)
+class Reading:
+    """How the data set that a model was trained on made histories of events: from which intensity on, and which repeats were folded."""
+
+    positive_intensity: float = POSITIVE
+    deduplicate: str = "consecutive"
+
+
+def profile_of(events: Iterable[tuple[str, str]], actions: Mapping[str, float], reading: Reading = Reading()) -> Profile:
     """The profile of (item, action) pairs in order of time; an action without a configured intensity counts as exposure."""
     history: list[str] = []
+    known: set[str] = set()
     seen: dict[str, None] = {}
     blocked: dict[str, None] = {}
     for item, action in events:
         intensity = actions.get(action, 0.0)
-        if intensity >= POSITIVE:
-            if not history or history[-1] != item:
+        if intensity >= reading.positive_intensity:
+            repeated = item in known if reading.deduplicate == "all" else reading.deduplicate == "consecutive" and history[-1:] == [item]
+            if not repeated:
                 history.append(item)
+                known.add(item)
+        if intensity >= POSITIVE:
             blocked.pop(item, None)
         elif intensity < 0:
             blocked[item] = None

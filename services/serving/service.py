@@ -174,7 +174,7 @@ class Service:
                 outcomes.append(stored)
                 continue
             events = wish.events if wish.events is not None or isinstance(stored, Exception) else stored[wish.user or ""]
-            asked.append((place, wish.query(profile_of(events or (), self._settings.actions))))
+            asked.append((place, wish.query(profile_of(events or (), self._settings.actions, bundle.reading))))
             outcomes.append(TransientError("not answered yet"))
         looked_up = time.perf_counter()
         answers = answer(bundle, [query for _, query in asked], lambda: self.availability.current, time.perf_counter)

@@ -86,6 +86,8 @@ def train(job: JobContext) -> JobOutcome:
         "dataset": job.spec.inputs["dataset"],
         "catalog": job.spec.inputs.get("catalog"),
         "max_items": config.max_items,
+        # Serving makes histories of events in the same way.
+        "history": {name: dataset.header["config"][name] for name in ("positive_intensity", "deduplicate") if name in dataset.header.get("config", {})},
         "metrics": metrics,
     }
     if catalog is not None:

@@ -13,6 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from semantide.services.ingestion import api, eventlog, tasks
 from semantide.services.ingestion.eventlog import EventLog, read_segment
@@ -54,6 +58,22 @@ def drain(consumer: tasks.Consumer) -> None:
     consumer.step()
     while consumer.step():
         pass
+
+
+def test_the_writers_span_is_linked_to_the_requests_that_it_serves(room: Any, intake: api.Intake, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    requests = []
+    for number in range(2):
+        with trace.get_tracer("test").start_as_current_span("request") as span:
+            intake.interactions([event(number)])
+            requests.append(span.get_span_context().trace_id)
+    intake.interactions([event(2)])
+    drain(tasks.Consumer(room, manifest, block_ms=10))
+    written = [span for span in spans.get_finished_spans() if span.name == "write to the log"]
+    assert sorted(link.context.trace_id for span in written for link in span.links) == sorted(requests)
+    assert len(stored(manifest)) == 3
 
 
 def test_every_accepted_event_is_stored_once(room: Any, intake: api.Intake, manifest: Manifest, broker: Any) -> None:

@@ -1,4 +1,4 @@
-from semantide.services.serving.profile import Profile, profile_of
+from semantide.services.serving.profile import Profile, Reading, profile_of
 
 ACTIONS = {"exposure": 0.0, "click": 1.0, "order": 3.0, "hate": -1.0}
 
@@ -21,3 +21,11 @@ def test_a_disliked_item_is_blocked_until_it_is_wanted_again():
 def test_the_intensities_are_the_deployments():
     assert profile_of([("a", "exposure")], {"exposure": 1.0}).history == ("a",)
     assert profile_of([], ACTIONS) == Profile()
+
+
+def test_a_history_is_read_as_the_models_data_set_was():
+    events = [("a", "order"), ("b", "click"), ("a", "order"), ("c", "order"), ("c", "order"), ("a", "order")]
+    assert profile_of(events, ACTIONS, Reading(3.0)).history == ("a", "c", "a")
+    assert profile_of(events, ACTIONS, Reading(3.0, "all")).history == ("a", "c")
+    assert profile_of(events, ACTIONS, Reading(1.0, "none")).history == ("a", "b", "a", "c", "c", "a")
+    assert profile_of(events, ACTIONS, Reading(3.0)).seen == ("a", "b", "c")

@@ -138,6 +138,14 @@ def test_a_key_file_that_a_crash_left_empty_lets_nobody_in(make_room: Callable[[
     assert [path.name for path in room.settings.data_dir.glob("*api_key*")] == ["api_key"]
 
 
+def test_another_sites_page_cannot_use_the_key_that_a_browser_keeps(app: Any) -> None:
+    browser = TestClient(app, headers={"Authorization": "Basic " + base64.b64encode(b"me:test-key").decode()})
+    spec = {"kind": "dataset"}
+    assert browser.post("/v1/jobs", json=spec, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert browser.post("/v1/jobs", json=spec, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 202
+    assert browser.get("/v1/jobs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
 def test_stored_state_that_cannot_be_read_is_no_fault_of_the_caller(make_room: Callable[[str], Any]) -> None:
     room = make_room("serving")
     jobs = Jobs(room.broker)
