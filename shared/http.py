@@ -108,9 +108,8 @@ class Gate:
             await answer(scope, receive, send)  # type: ignore[arg-type]
             return
         if _sent_by_another_site(scope, headers):
-            await _error(403, "Forbidden", "another site's page sent this with the key that the browser keeps: send the key as a Bearer token")(
-                scope, receive, send
-            )  # type: ignore[arg-type]
+            refusal = _error(403, "Forbidden", "another site's page sent this with the key that the browser keeps: send the key as a Bearer token")
+            await refusal(scope, receive, send)  # type: ignore[arg-type]
             return
         if scope["path"].startswith(UPLOAD_PREFIX):
             await self._app(scope, receive, send)
