@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Celery
 from celery.exceptions import Retry as CeleryRetry
-from celery.signals import worker_ready, worker_shutdown
+from celery.signals import setup_logging, worker_ready, worker_shutdown
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
 
@@ -63,6 +63,10 @@ def queue_name(message_type: type[Message], room: str) -> str:
 def dead_letter_key(queue: str) -> str:
     """The Redis list that keeps what a queue's handler could not do."""
     return f"semantide:dead:{queue}"
+
+
+def _keep_logging(**_: Any) -> None:
+    pass
 
 
 def _shortened(value: Any) -> Any:
@@ -134,6 +138,8 @@ class Queues:
     def work(self, room: Room, *, ready: Callable[[], None] | None = None, shutdown: Callable[[], None] | None = None) -> None:
         """Run the room's registered handlers until the process is asked to end."""
         self.prepare(room)
+        # With a receiver Celery leaves logging alone; else it would set the root's level, and ours would be lost.
+        setup_logging.connect(_keep_logging, weak=False)
         if ready is not None:
             worker_ready.connect(lambda **_: ready(), weak=False)
         if shutdown is not None:

@@ -79,7 +79,7 @@ def start_logs(process: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "celery.redirected", "kombu", "asyncio"):
+    for noisy in ("httpx", "httpcore", "celery", "kombu", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,8 +17,10 @@ from semantide.services.commandline.client import Client
 from semantide.shared.contracts import ENDED, JobRecord
 from semantide.shared.errors import TransientError
 
-console = Console(soft_wrap=True)
-problems = Console(stderr=True, soft_wrap=True)
+# What goes into a file or a pipe must not be cut to a terminal's width.
+_WIDE = 200
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE)
+problems = Console(stderr=True, soft_wrap=True, width=None if sys.stderr.isatty() else _WIDE)
 
 _POLL_SECONDS = 0.3
 _PATIENCE_SECONDS = 60.0
@@ -69,9 +72,10 @@ def seconds(record: JobRecord) -> float:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print one table."""
-    grid = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    grid = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for position, column in enumerate(columns):
-        grid.add_column(column, justify="left" if position == 0 else "right" if rows and isinstance(rows[0][position], (int, float)) else "left")
+        number = position > 0 and bool(rows) and isinstance(rows[0][position], (int, float))
+        grid.add_column(column, justify="right" if number else "left", no_wrap=number)
     for row in rows:
         grid.add_row(*[f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row])
     console.print(grid)
@@ -100,7 +104,7 @@ def evaluation(result: Mapping[str, Any]) -> None:
     shown = ("recall@10", "ndcg@10", "mrr@10", "recall@50", "ndcg@50", "coverage@10")
     names = [name for name in shown if name in measured] or measured
     table(
-        f"{result.get('part', 'test')} split, {result.get('users', '?')} users, full ranking",
-        ["model", "seen filter", *names],
+        f"{result.get('part', 'test')} split, {result.get('users', '?')} users, full ranking; filter: what a user has seen is left out",
+        ["model", "filter", *names],
         [[row["model"], "on" if row["exclude_seen"] else "off", *[row["metrics"][name] for name in names]] for row in rows],
     )
