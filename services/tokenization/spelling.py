@@ -217,7 +217,8 @@ def _updated_info(spelled: Spelled, items: pa.Table, rows: list[int]) -> tuple[p
     fresh = _info(items.take(pa.array(rows))).to_pylist()
     positions = [spelled.catalog.row_of[row["item"]] for row in fresh]
     stale = spelled.info.take(pa.array(positions)).to_pylist()
-    differing = {position: new for position, new, old in zip(positions, fresh, stale, strict=True) if new != old}
+    # Availability has a way of its own to serving: stock that comes and goes must not make a catalog, and a swap, each time.
+    differing = {position: new for position, new, old in zip(positions, fresh, stale, strict=True) if {**new, "available": old["available"]} != old}
     if not differing:
         return None
     everything = spelled.info.to_pylist()

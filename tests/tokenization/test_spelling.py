@@ -96,6 +96,10 @@ def test_what_is_said_of_an_item_is_renewed(spelled: Spelled, rows_of: Rows, ite
     assert np.array_equal(larger.spelled.catalog.codes, spelled.catalog.codes)
 
 
+def test_stock_that_comes_and_goes_makes_no_catalog(spelled: Spelled, rows_of: Rows, items_table: Table) -> None:
+    assert not extend(spelled, items_table([{**row, "available": False} for row in rows_of(160)])).changed
+
+
 def test_a_withdrawn_item_keeps_its_id_and_an_unknown_one_gets_none(spelled: Spelled, rows_of: Rows, items_table: Table) -> None:
     gone = [{**rows_of(160)[0], "deleted": True}, {**rows_of(160)[1], "item": "never seen", "deleted": True}]
     larger = extend(spelled, items_table(gone))
