@@ -41,6 +41,7 @@ BLOCK_MS = 500
 ANNOUNCE_SECONDS = 1.0
 ANNOUNCE_AT_MOST_SECONDS = 30.0
 TIDY_SECONDS = 30.0
+OPEN_AGAIN_SECONDS = 5.0
 MIN_FREE_BYTES = 64 * 1024 * 1024
 _AVAILABILITY_PART = 5000
 _LOG = logger("ingestion")
@@ -58,8 +59,13 @@ def background(room: Room, stop: threading.Event) -> None:
             except OSError:
                 stop.wait(0.5)
                 continue
-            with closing(Manifest(folder)) as manifest:
-                Consumer(room, manifest).run(stop)
+            try:
+                with closing(Manifest(folder)) as manifest:
+                    Consumer(room, manifest).run(stop)
+            except (OSError, sqlite3.Error):
+                # A thread that ended here would let accepted batches pile up until somebody restarts the worker.
+                _LOG.exception("the log cannot be opened, trying again")
+                stop.wait(OPEN_AGAIN_SECONDS)
     finally:
         os.close(handle)
 

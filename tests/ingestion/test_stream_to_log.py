@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -74,6 +75,31 @@ def test_the_writers_span_is_linked_to_the_requests_that_it_serves(room: Any, in
     written = [span for span in spans.get_finished_spans() if span.name == "write to the log"]
     assert sorted(link.context.trace_id for span in written for link in span.links) == sorted(requests)
     assert len(stored(manifest)) == 3
+
+
+def test_a_log_that_cannot_be_opened_is_opened_later(room: Any, intake: api.Intake, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    intake.interactions([event(1)])
+    stop, tries = threading.Event(), []
+
+    def opening(folder: Any) -> Manifest:
+        tries.append(folder)
+        if len(tries) == 1:
+            raise sqlite3.OperationalError("disk I/O error")
+        return Manifest(folder)
+
+    monkeypatch.setattr(tasks, "Manifest", opening)
+    monkeypatch.setattr(tasks, "OPEN_AGAIN_SECONDS", 0.05)
+    thread = threading.Thread(target=tasks.background, args=(room, stop))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not stored(manifest):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert len(tries) == 2
 
 
 def test_every_accepted_event_is_stored_once(room: Any, intake: api.Intake, manifest: Manifest, broker: Any) -> None:
