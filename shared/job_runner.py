@@ -16,7 +16,7 @@ from typing import IO
 
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ENDED, JobRecord
-from semantide.shared.jobs import AGAIN, Jobs, now_ms, open_jobs_key
+from semantide.shared.jobs import AGAIN, Jobs, end_of_file, now_ms, open_jobs_key
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
 
@@ -120,8 +120,7 @@ class JobRunner:
         return self._room.settings.data_dir.absolute() / "jobs" / job_id
 
     def _tail(self, record: JobRecord) -> str:
-        path = self._folder(record.id) / "log.txt"
-        return path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if path.exists() else "(empty)"
+        return end_of_file(self._folder(record.id) / "log.txt", _LOG_TAIL_BYTES).strip() or "(empty)"
 
     def _take(self) -> None:
         if len(self._children) >= self._room.settings.job_slots:

@@ -303,6 +303,16 @@ def _patiently(ask: Callable[[], bool]) -> bool:
     return False
 
 
+def end_of_file(path: Path, num_bytes: int) -> str:
+    """The last bytes of a log as text; empty where there is none. However long it grew, no more than these are read."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - num_bytes))
+            return stream.read(num_bytes).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_suffix(".incoming")
     with temporary.open("w") as stream:

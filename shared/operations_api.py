@@ -6,7 +6,7 @@ from typing import Any
 
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.http import APIRouter, Query
-from semantide.shared.jobs import Jobs
+from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
 
 _LOG_BYTES = 64 * 1024
@@ -47,8 +47,7 @@ def build(room: Room) -> APIRouter:
     @router.get("/jobs/{job_id}/log", tags=["jobs"], summary="The end of the log of the job's process")
     def log(job_id: str) -> dict[str, str]:
         jobs.get(job_id)
-        path = room.settings.data_dir / "jobs" / job_id / "log.txt"
-        return {"log": path.read_bytes()[-_LOG_BYTES:].decode(errors="replace") if path.exists() else ""}
+        return {"log": end_of_file(room.settings.data_dir / "jobs" / job_id / "log.txt", _LOG_BYTES)}
 
     @router.get("/artifacts", tags=["artifacts"], summary="References of all artifacts")
     def artifacts(kind: str | None = Query(default=None, pattern="^[a-z]+$")) -> list[str]:
@@ -60,6 +59,7 @@ def build(room: Room) -> APIRouter:
 
     @router.get("/queues", tags=["queues"], summary="Waiting and parked messages")
     def queues() -> dict[str, Any]:
-        return {"depths": room.queues.depths(room.broker), "dead_letters": room.queues.dead_letters(room.broker)}
+        parked = room.queues.parked(room.broker)
+        return {"depths": room.queues.depths(room.broker), "parked": parked, "dead_letters": room.queues.dead_letters(room.broker)}
 
     return router

@@ -127,6 +127,10 @@ class Queues:
         names += [queue_name(kind, room) for kind, rooms in READERS.items() for room in rooms]
         return {name: int(client.llen(f"semantide:queue:{name}")) for name in names}
 
+    def parked(self, client: Any) -> dict[str, int]:
+        """How many messages each queue has parked."""
+        return {key.decode().removeprefix("semantide:dead:"): int(client.llen(key)) for key in sorted(client.scan_iter("semantide:dead:*"))}
+
     def dead_letters(self, client: Any) -> dict[str, list[dict[str, Any]]]:
         """The newest parked messages with their causes, by queue; long values are cut, the list in Redis has them whole."""
         letters = {}

@@ -119,8 +119,7 @@ def status(as_json: AsJson = False) -> None:
         return
     display.console.print(f"stack      {client.url}\nlive model {state['live'].get('model') or 'none yet'}", highlight=False)
     waiting = {name: depth for name, depth in state["queues"]["depths"].items() if depth}
-    parked = {name: len(letters) for name, letters in state["queues"]["dead_letters"].items()}
-    display.console.print(f"queues     {waiting or 'empty'}; parked messages: {parked or 'none'}", highlight=False)
+    display.console.print(f"queues     {waiting or 'empty'}; parked messages: {state['queues']['parked'] or 'none'}", highlight=False)
     _job_table(state["jobs"])
 
 

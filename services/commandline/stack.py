@@ -32,6 +32,7 @@ from semantide.shared.errors import Conflict
 
 _STABLE_SECONDS = 30.0
 _END_SECONDS = 30.0
+_LOG_BYTES = 64 * 1024 * 1024  # of a log that a new start puts aside, in the place of the one before
 
 
 def state_file(data_dir: Path) -> Path:
@@ -120,6 +121,8 @@ class Child:
     def start(self, environment: dict[str, str]) -> None:
         """Start it, with its own variables on top of the stack's; its output is appended to its log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
+            self.log.replace(self.log.with_suffix(".log.1"))
         self.sink = self.log.open("ab")
         self.process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=self.sink, stderr=self.sink, env={**environment, **self.own_environment}, start_new_session=True
