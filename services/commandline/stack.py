@@ -138,6 +138,8 @@ class Stack:
             "SEMANTIDE_REDIS_URL": redis_url,
             "SEMANTIDE_HOST": self.settings.host,
             "SEMANTIDE_PORT": str(self.settings.port),
+            "SEMANTIDE_JOB_SLOTS": str(self.settings.job_slots),
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
             "SEMANTIDE_IMPORT_ROOTS": self.settings.import_roots or str(Path.cwd()),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
         }
