@@ -145,7 +145,7 @@ def _report(
         rows = [[position + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"]] for position, item in enumerate(items)]
         display.table("", ["#", "item", "what it is", "log probability"], rows)
         display.console.print()
-    display.table("where the time went", ["stage", "seconds"], [[name, round(seconds, 1)] for name, seconds in walk.times] + [["all", round(total, 1)]])
+    display.table("where the time went", ["stage", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in [*walk.times, ("all", total)]])
     display.console.print(
         f"\nGo on with this data:   SEMANTIDE_DATA_DIR={settings.data_dir} .venv/bin/semantide up\n"
         "Your own data:          .venv/bin/semantide up, then .venv/bin/semantide ingest PATH\n"

@@ -16,8 +16,10 @@ from semantide.services.commandline.client import Client
 from semantide.shared.contracts import ENDED, JobRecord
 from semantide.shared.errors import TransientError
 
-console = Console(soft_wrap=True)
-problems = Console(stderr=True, soft_wrap=True)
+# Piped output has no width of its own: wide enough that no table is cut.
+_WIDTH = None if sys.stdout.isatty() else 140
+console = Console(soft_wrap=True, width=_WIDTH)
+problems = Console(stderr=True, soft_wrap=True, width=_WIDTH)
 
 _POLL_SECONDS = 0.3
 _PATIENCE_SECONDS = 60.0
