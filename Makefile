@@ -29,10 +29,10 @@ demo: install  ## The whole loop on real data (DATASET=kuairand or ml-100k)
 	SEMANTIDE_DATA_DIR=.demo/$(DATASET) $(BIN)/semantide demo --dataset $(DATASET)
 
 test: install  ## The tests (a few minutes)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: install  ## The tests, slow ones too
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -n auto --dist loadfile -m ''
 
 check: install  ## ruff, mypy, import-linter, chart lint
 	$(BIN)/ruff check .

@@ -143,6 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
     verbs.add_parser("job").add_argument("id")
     options = parser.parse_args(arguments)
     settings = Settings()
+    # Idle OpenMP threads that spin make a busy machine ten times slower; set before torch loads its runtime.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if options.with_parent or options.verb == "job":
         _end_with_parent()
     try:

@@ -5,6 +5,7 @@ One thread looks twice a second: starts open jobs that nobody holds, renews leas
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -145,7 +146,10 @@ class JobRunner:
         self._jobs.write(record.id, state="running", attempt=record.attempt + 1, **started)
         # Somebody may have cancelled it meanwhile, and closed it: it is open again until its process has seen that.
         self._room.broker.sadd(open_jobs_key(self._room.name), record.id)
-        process = subprocess.Popen([*self._command, record.id], stdin=subprocess.PIPE, stdout=log, stderr=log)
+        # Jobs side by side share the cores.
+        threads = str(max(1, (os.cpu_count() or 1) // self._room.settings.job_slots))
+        environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        process = subprocess.Popen([*self._command, record.id], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
         self._children[record.id] = _Child(process, log)
         self._log.info("job started", job=record.id, kind=record.spec.kind, attempt=record.attempt + 1, pid=process.pid)
 

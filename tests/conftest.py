@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect

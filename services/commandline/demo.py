@@ -38,12 +38,15 @@ class Walk:
         yield
         self.times.append((name, time.monotonic() - begin))
 
-    def job(self, spec: JobSpec, path: str = "/v1/jobs", body: Any = None) -> JobRecord:
-        """Run one job to its end.
+    def submit(self, spec: JobSpec, path: str = "/v1/jobs", body: Any = None) -> JobRecord:
+        """Submit one job."""
+        return JobRecord.model_validate(self.client.post(path, spec.model_dump(mode="json") if body is None else body))
+
+    def finish(self, record: JobRecord) -> JobRecord:
+        """Follow a job to its end.
 
         Raises: typer.Exit when it does not succeed.
         """
-        record = JobRecord.model_validate(self.client.post(path, spec.model_dump(mode="json") if body is None else body))
         record = display.follow(self.client, record)
         if record.state != "succeeded":
             display.problems.print(
@@ -54,6 +57,10 @@ class Walk:
             raise typer.Exit(1)
         return record
 
+    def job(self, spec: JobSpec) -> JobRecord:
+        """Run one job to its end."""
+        return self.finish(self.submit(spec))
+
 
 def run_demo(dataset: str, seed: int) -> None:
     """Ingest, tokenize, train, evaluate, promote, recommend; print what came out.
@@ -61,7 +68,8 @@ def run_demo(dataset: str, seed: int) -> None:
     Raises: ValueError for an unknown data set, typer.Exit when a stage fails.
     """
     source = demo_data.prepare(dataset, Path(Settings().data_dir).absolute() / "downloads")
-    settings = Settings(port=free_port(), import_roots=str(source.folder), redis_url="", host="127.0.0.1")
+    # Two small trainings side by side are faster than one after the other on two threads.
+    settings = Settings(port=free_port(), import_roots=str(source.folder), redis_url="", host="127.0.0.1", job_slots=2)
     stack = Stack(settings, lambda text: display.problems.print(text, highlight=False))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt(stack))
@@ -91,17 +99,20 @@ def _loop(walk: Walk, source: demo_data.Source) -> dict[str, Any]:
     with walk.stage(f"import {source.title}"):
         counts: dict[str, Any] = {}
         for path in source.paths:
-            counts |= walk.job(JobSpec(kind="import"), "/v1/imports", {"path": str(path)}).result
+            counts |= walk.finish(walk.submit(JobSpec(kind="import"), "/v1/imports", {"path": str(path)})).result
+        display.console.print(
+            ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and name in ("items", "interactions", "rejected")),
+            highlight=False,
+        )
     with walk.stage("clean, page, split"):
         dataset = walk.job(JobSpec(kind="dataset", config=source.dataset_config, seed=walk.seed))
         inputs = {"dataset": dataset.artifacts["dataset"]}
     with walk.stage("spell items as semantic ids"):
         catalog = walk.job(JobSpec(kind="tokenize", inputs=inputs, seed=walk.seed))
         inputs["catalog"] = catalog.artifacts["catalog"]
-    with walk.stage(f"train the generator ({_RECIPE})"):
-        model = walk.job(JobSpec(kind="train", recipe=_RECIPE, inputs=inputs, seed=walk.seed)).artifacts["model"]
-    with walk.stage(f"train the baseline ({_BASELINE})"):
-        baseline = walk.job(JobSpec(kind="train", recipe=_BASELINE, inputs=inputs, seed=walk.seed)).artifacts["model"]
+    with walk.stage(f"train the generator ({_RECIPE}) and the baseline ({_BASELINE})"):
+        training = [walk.submit(JobSpec(kind="train", recipe=recipe, inputs=inputs, seed=walk.seed)) for recipe in (_RECIPE, _BASELINE)]
+        model, baseline = [walk.finish(record).artifacts["model"] for record in training]
     with walk.stage("evaluate"):
         result = walk.job(JobSpec(kind="evaluate", inputs={**inputs, "model": model, "baseline": baseline}, seed=walk.seed)).result
     with walk.stage("promote"):
@@ -138,7 +149,7 @@ def _report(
         rows = [[position + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"]] for position, item in enumerate(items)]
         display.table("", ["#", "item", "what it is", "log probability"], rows)
         display.console.print()
-    display.table("where the time went", ["stage", "seconds"], [[name, round(seconds, 1)] for name, seconds in walk.times] + [["all", round(total, 1)]])
+    display.table("where the time went", ["stage", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in [*walk.times, ("all", total)]])
     display.console.print(
         f"\nGo on with this data:   SEMANTIDE_DATA_DIR={settings.data_dir} .venv/bin/semantide up\n"
         "Your own data:          .venv/bin/semantide up, then .venv/bin/semantide ingest PATH\n"

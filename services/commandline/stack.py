@@ -175,6 +175,8 @@ class Stack:
             "SEMANTIDE_REDIS_URL": redis_url,
             "SEMANTIDE_HOST": self.settings.host,
             "SEMANTIDE_PORT": str(self.settings.port),
+            "SEMANTIDE_JOB_SLOTS": str(self.settings.job_slots),
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
             "SEMANTIDE_IMPORT_ROOTS": self.settings.import_roots or str(Path.cwd()),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
         }
@@ -250,6 +252,8 @@ class Stack:
                 self._write_state(self._environment["SEMANTIDE_REDIS_URL"])
 
     def _revive(self, child: Child) -> bool:
+        if self._ending.is_set():
+            return False
         now = time.monotonic()
         if child.process is not None:
             status = child.process.poll()
