@@ -95,7 +95,7 @@ def tiny() -> TrainConfig:
 def small() -> TrainConfig:
     """About a million parameters: public benchmarks on a CPU."""
     shape = GeneratorConfig(num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256, dropout=0.2, embedding_dropout=0.2)
-    return TrainConfig("small", generator=shape, epochs=40, patience=6, max_items=50)
+    return TrainConfig("small", generator=shape, skip_rate=0.15, epochs=40, patience=6, max_items=50)
 
 
 def base() -> TrainConfig:

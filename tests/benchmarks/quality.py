@@ -58,18 +58,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tokenizer": TokenizerConfig(level_sizes=(1024, 64), content_weight=0.7),
         "generator": {
             "generator": {**_BEAUTY_SHAPE, "dropout": 0.2, "embedding_dropout": 0.1, "initializer_range": 0.06},
-            "max_items": 30, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 4.0, "epochs": 14, "patience": 4,
-            "evaluate_every": 2, "valid_users": 3000, "warmup_steps": 200,
+            "max_items": 30, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 1.5, "skip_rate": 0.15, "epochs": 24, "patience": 4,
+            "evaluate_every": 4, "valid_users": 3000, "warmup_steps": 200,
         },
         "letter": {
             "generator": {**_BEAUTY_SHAPE, "dropout": 0.15, "embedding_dropout": 0.1, "initializer_range": 0.06},
-            "max_items": 20, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 0.5, "epochs": 10, "patience": 4,
-            "evaluate_every": 2, "valid_users": 2000, "warmup_steps": 200,
+            "max_items": 20, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 0.5, "skip_rate": 0.15, "epochs": 16, "patience": 4,
+            "evaluate_every": 4, "valid_users": 2000, "warmup_steps": 200,
         },
         "sasrec": {
             "sasrec": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "feedforward_size": 64, "dropout": 0.3, "embedding_dropout": 0.3, "initializer_range": 0.125},
-            "max_items": 50, "items_per_batch": 1024, "learning_rate": 3e-3, "num_negatives": 1500, "weight_decay": 0.0, "epochs": 30, "patience": 4,
-            "evaluate_every": 3, "valid_users": 4000, "warmup_steps": 0,
+            "max_items": 50, "items_per_batch": 1024, "learning_rate": 3e-3, "num_negatives": 1500, "weight_decay": 0.0, "epochs": 27, "patience": 4,
+            "evaluate_every": 3, "valid_users": 3000, "warmup_steps": 0,
         },
         "bounds": {
             ("generator", 10, False): ("TIGER as published", 0.0648, 0.0809, 0.0384, 0.0464),
@@ -84,8 +84,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "generator": {
             "generator": {"num_layers": 3, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "embedding_scale": 4.0, "level_scales": True,
                           "dropout": 0.1, "embedding_dropout": 0.1},
-            "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "epochs": 60, "patience": 5,
-            "evaluate_every": 3, "valid_users": 1000, "warmup_steps": 100,
+            "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "repeat_weight": 2.0, "epochs": 16, "patience": 5,
+            "evaluate_every": 4, "valid_users": 1000, "warmup_steps": 100,
         },
         "sasrec": {
             "sasrec": {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "feedforward_size": 256, "embedding_scale": 4.0, "positions": "start"},
