@@ -16,8 +16,9 @@ from typing import Annotated, Any
 import pydantic
 import typer
 
-from semantide.services.commandline import display, stack
+from semantide.services.commandline import display, jobs, stack
 from semantide.services.commandline.client import Client, StackError
+from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS, JobRecord, JobSpec
@@ -29,15 +30,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Generative recommendation: ingest, spell items as semantic ids, train, evaluate, serve.",
 )
-jobs_app = typer.Typer(no_args_is_help=True, help="Long work: list, show, cancel, resume, read logs.")
-app.add_typer(jobs_app, name="jobs")
+app.add_typer(jobs.app, name="jobs")
 
 _BASELINE = "sasrec"
 _REJECTS_SHOWN = 5
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job until it ends")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
 
 
 def _config(overrides: list[str] | None) -> dict[str, Any]:
@@ -51,26 +49,6 @@ def _config(overrides: list[str] | None) -> dict[str, Any]:
         except json.JSONDecodeError:
             config[name] = value
     return config
-
-
-def run_job(client: Client, spec: JobSpec, *, wait: bool = True, as_json: bool = False, path: str = "/v1/jobs", body: Any = None) -> JobRecord:
-    """Submit, follow, report; a job that did not succeed ends the command with status 1."""
-    record = JobRecord.model_validate(client.post(path, spec.model_dump(mode="json") if body is None else body))
-    if not wait:
-        display.as_json(record.model_dump(mode="json")) if as_json else display.console.print(
-            f"job {record.id} is {record.state}: `semantide jobs show {record.id}`"
-        )
-        return record
-    record = display.follow(client, record)
-    if as_json:
-        display.as_json(record.model_dump(mode="json"))
-    if record.state != "succeeded":
-        display.problems.print(f"[red]{record.id} {record.state}[/red]: {record.error}", highlight=False)
-        raise typer.Exit(1)
-    if not as_json:
-        made = ", ".join(f"{name} {ref}" for name, ref in record.artifacts.items())
-        display.console.print(f"{record.spec.kind} done in {display.seconds(record):.1f} s{': ' + made if made else ''}", highlight=False)
-    return record
 
 
 @app.command()
@@ -120,7 +98,7 @@ def status(as_json: AsJson = False) -> None:
     display.console.print(f"stack      {client.url}\nlive model {state['live'].get('model') or 'none yet'}", highlight=False)
     waiting = {name: depth for name, depth in state["queues"]["depths"].items() if depth}
     display.console.print(f"queues     {waiting or 'empty'}; parked messages: {state['queues']['parked'] or 'none'}", highlight=False)
-    _job_table(state["jobs"])
+    jobs.show_table(state["jobs"])
 
 
 @app.command()
@@ -339,64 +317,6 @@ def demo(
 def version() -> None:
     """Print the version."""
     sys.stdout.write(package_version("semantide") + "\n")
-
-
-def _job_table(records: list[dict[str, Any]]) -> None:
-    rows = []
-    for raw in records:
-        record = JobRecord.model_validate(raw)
-        share = f"{100 * record.done / record.total:.0f} %" if record.total else ""
-        rows.append([record.id, record.spec.recipe, record.state, share, record.stage, (record.error or "")[:80]])
-    display.table("Jobs, newest first", ["job", "recipe", "state", "done", "stage", "error"], rows)
-
-
-@jobs_app.command("list")
-def list_jobs(kind: str | None = None, state: str | None = None, limit: int = 20, as_json: AsJson = False) -> None:
-    """List jobs, newest first."""
-    records = Client(Settings()).get("/v1/jobs", kind=kind, state=state, limit=limit)
-    display.as_json(records) if as_json else _job_table(records)
-
-
-@jobs_app.command("show")
-def show_job(job_id: str, metrics: Annotated[bool, typer.Option("--metrics", help="Add all metric rows")] = False) -> None:
-    """Show one job as JSON."""
-    client = Client(Settings())
-    record = client.get(f"/v1/jobs/{job_id}")
-    if metrics:
-        record["metrics"] = client.get(f"/v1/jobs/{job_id}/metrics")
-    display.as_json(record)
-
-
-@jobs_app.command("wait")
-def wait_for_job(job_id: str) -> None:
-    """Follow a job until it ends; status 1 when it did not succeed."""
-    client = Client(Settings())
-    record = display.follow(client, client.job(job_id))
-    display.console.print(f"{record.id} {record.state}{': ' + record.error if record.error else ''}", highlight=False)
-    if record.state != "succeeded":
-        raise typer.Exit(1)
-
-
-@jobs_app.command("cancel")
-def cancel_job(job_id: str) -> None:
-    """Ask a job to stop; its checkpoint stays."""
-    display.console.print(f"{job_id}: {Client(Settings()).post(f'/v1/jobs/{job_id}/cancel')['state']}, stop requested", highlight=False)
-
-
-@jobs_app.command("resume")
-def resume_job(job_id: str, wait: Wait = True) -> None:
-    """Go on with a failed or cancelled job from its last checkpoint."""
-    client = Client(Settings())
-    record = JobRecord.model_validate(client.post(f"/v1/jobs/{job_id}/resume"))
-    if wait and (record := display.follow(client, record)).state != "succeeded":
-        display.problems.print(f"{record.id} {record.state}: {record.error}", highlight=False)
-        raise typer.Exit(1)
-
-
-@jobs_app.command("log")
-def job_log(job_id: str) -> None:
-    """Print the end of a job's log."""
-    sys.stdout.write(Client(Settings()).get(f"/v1/jobs/{job_id}/log")["log"])
 
 
 def run() -> None:
