@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tokenizer": TokenizerConfig(level_sizes=(1024, 64), content_weight=0.7),
         "generator": {
             "generator": {**_BEAUTY_SHAPE, "dropout": 0.2, "embedding_dropout": 0.1, "initializer_range": 0.06},
-            "max_items": 30, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 1.5, "skip_rate": 0.15, "epochs": 24, "patience": 4,
+            "max_items": 30, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 1.5, "skip_rate": 0.2, "epochs": 26, "patience": 4,
             "evaluate_every": 4, "valid_users": 3000, "warmup_steps": 200,
         },
         "letter": {
