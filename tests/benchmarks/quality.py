@@ -83,8 +83,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tokenizer": TokenizerConfig(level_sizes=(64, 64), content_weight=0.3, window=5),
         "generator": {
             "generator": {"num_layers": 3, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "embedding_scale": 4.0, "level_scales": True,
-                          "dropout": 0.1, "embedding_dropout": 0.1},
-            "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "repeat_weight": 2.0, "epochs": 16, "patience": 5,
+                          "dropout": 0.1, "embedding_dropout": 0.1, "tie_word_embeddings": True, "initializer_range": 0.05},
+            "codebook_share": 0.0, "label_smoothing": 0.0, "skip_rate": 0.15, "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "repeat_weight": 2.0, "epochs": 16, "patience": 5,
             "evaluate_every": 4, "valid_users": 1000, "warmup_steps": 100,
         },
         "sasrec": {

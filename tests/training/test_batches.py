@@ -20,7 +20,7 @@ def contents(epoch: Epoch) -> Counter[tuple[int, ...]]:
 @settings(deadline=None)
 @given(HISTORIES, st.integers(1, 30), st.integers(0, 5))
 def test_every_history_comes_once_an_epoch_and_batches_keep_the_budget(histories: list[list[int]], budget: int, number: int) -> None:
-    sampler = Sampler([np.array(h, dtype=np.int64) for h in histories], replace(tiny(), max_items=50, items_per_batch=budget), seed=1)
+    sampler = Sampler([np.array(h, dtype=np.int64) for h in histories], replace(tiny(), skip_rate=0.0, max_items=50, items_per_batch=budget), seed=1)
     epoch = sampler.epoch(number)
     assert contents(epoch) == Counter(tuple(h) for h in histories if h)
     for index in range(len(epoch)):
@@ -34,7 +34,7 @@ def test_every_history_comes_once_an_epoch_and_batches_keep_the_budget(histories
 @given(HISTORIES, st.sampled_from(["last", "random", "mixed", "cover"]), st.integers(1, 6))
 def test_crops_are_stretches_of_the_history_no_longer_than_allowed(histories: list[list[int]], crop: str, longest: int) -> None:
     histories = [[1000 * user + place for place in range(len(h))] for user, h in enumerate(histories)]
-    sampler = Sampler([np.array(h, dtype=np.int64) for h in histories], replace(tiny(), max_items=longest, crop=crop), seed=2)  # type: ignore[arg-type]
+    sampler = Sampler([np.array(h, dtype=np.int64) for h in histories], replace(tiny(), skip_rate=0.0, max_items=longest, crop=crop), seed=2)  # type: ignore[arg-type]
     for piece in contents(sampler.epoch(0)):
         assert len(piece) <= longest
         assert list(piece) == list(range(piece[0], piece[0] + len(piece)))
