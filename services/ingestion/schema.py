@@ -83,6 +83,8 @@ class Rejection:
 
 def shown(value: object, limit: int = 80) -> str:
     """A value for an error message, cut to a readable length."""
+    if isinstance(value, bytes):
+        value = value[: 4 * limit].decode("utf-8", "backslashreplace")
     text = (value if isinstance(value, str) else repr(value)[: 4 * limit]).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 

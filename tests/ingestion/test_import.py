@@ -19,6 +19,7 @@ from semantide.services.ingestion.eventlog import EventLog, read_segment
 from semantide.services.ingestion.itemlog import ItemLog
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.readers import textlines
+from semantide.services.ingestion.schema import shown
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import JobSpec
@@ -308,3 +309,9 @@ def test_a_file_changed_under_way_is_noticed(tmp_path: Path, start: Any, monkeyp
     (tmp_path / "log.csv").write_text(GOOD_CSV + "x")
     with pytest.raises(BadData, match="changed or removed"):
         start(tmp_path, again=start.contexts["last"])
+
+
+@pytest.mark.parametrize("value", ["text", b"1700000000", b"caf\xc3\xa9", b"\xff\xfe"])
+def test_rejected_values_are_shown_as_they_stand_in_the_file(value: str | bytes) -> None:
+    text = shown(value)
+    assert not text.startswith(("b'", 'b"')) and text.isprintable()
