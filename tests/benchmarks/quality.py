@@ -241,7 +241,10 @@ def main() -> int:
         {"name": "popularity", "seed": 0, "rows": rows, "epochs": 0, "best_epoch": 0, "parameters": 0, "train_seconds": 0.0, "seconds": 0.0}
     ]
     with multiprocessing.get_context("spawn").Pool(min(options.workers, len(runs))) as pool:
-        results += pool.imap_unordered(partial(train_and_measure, dataset, options.quick), runs)
+        for result in pool.imap_unordered(partial(train_and_measure, dataset, options.quick), runs):
+            results.append(result)
+            # A run of an hour that is broken off must not lose what it has measured.
+            sys.stderr.write(json.dumps({**result, "rows": {"seen" if seen else "all": figures for seen, figures in result["rows"].items()}}) + "\n")
     results.sort(key=lambda result: (result["name"], result["seed"]))
     measures = measures_of(name, results, options.quick)
     minutes = (time.monotonic() - begin) / 60
