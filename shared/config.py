@@ -60,6 +60,8 @@ class Settings(BaseSettings):
     """Most recent interactions kept online per user, events."""
     history_ttl_seconds: int = Field(default=90 * 86400, ge=60)
     """How long an idle user's online history is kept, seconds."""
+    item_changes_seconds: float = Field(default=10.0, ge=0)
+    """Least time between two tellings of changed items under steady change, each of which makes new catalogs; the first change after a rest is told at once, seconds."""
     session_gap_seconds: int = Field(default=1800, ge=1)
     """Silence that ends a session, seconds."""
     job_slots: int = Field(default=1, ge=1)
