@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import main
+from semantide.services.commandline import jobs, main
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -28,7 +28,8 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    monkeypatch.setattr(main, "Client", lambda settings: made)
+    for module in (main, jobs):
+        monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
 
