@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.version import code_version
 
 _CHUNK_BYTES = 1 << 20
+_ABANDONED_SECONDS = 86400  # without a change, after which what was being written belongs to a killed process
 _REFERENCE = re.compile(r"[a-z]+/sha256-[0-9a-f]{64}")
 
 
@@ -40,6 +42,15 @@ def digest_file(path: Path) -> str:
         while block := stream.read(_CHUNK_BYTES):
             sha.update(block)
     return sha.hexdigest()
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove what killed writers left in a folder: ``.incoming-...``, files or folders, unchanged for a day."""
+    for path in root.glob(".incoming-*"):
+        with suppress(OSError):
+            # Not the time of modification: a copied folder has that of its source.
+            if time.time() - path.stat().st_ctime > _ABANDONED_SECONDS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class ArtifactStore:
@@ -68,6 +79,7 @@ class ArtifactStore:
         manifest = {"ref": ref, "files": files, "code": code_version(), "config": dict(config or {}), "inputs": dict(inputs or {}), "seed": seed}
         text = json.dumps(manifest, indent=1, sort_keys=True)
         if self._local:
+            remove_abandoned(Path(self.root))
             temporary = Path(self.root) / f".incoming-{uuid.uuid4().hex}"
             try:
                 shutil.copytree(folder, temporary)
@@ -123,6 +135,7 @@ class ArtifactStore:
     def _fetch(self, ref: str, manifest: Mapping[str, Any]) -> Path:
         folder = self._cache / ref
         if not (folder / "manifest.json").is_file():
+            remove_abandoned(self._cache)
             temporary = self._cache / f".incoming-{uuid.uuid4().hex}"
             try:
                 for name in [*manifest["files"], "manifest.json"]:

@@ -1,6 +1,8 @@
 """Artifacts: same files, same reference; nothing half-stored is visible; changed bytes are refused."""
 
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
+from semantide.shared import artifacts
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt, NotFound
 
@@ -84,6 +87,18 @@ def test_many_writers_of_one_content_agree(tmp_path: Path) -> None:
         thread.join()
     assert len(refs) == 8 and len(set(refs)) == 1
     assert not list((tmp_path / "store").glob(".incoming*"))
+
+
+def test_what_a_killed_writer_left_is_removed_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    write(tmp_path / "store" / ".incoming-dead", {"a": b"x"})
+    os.utime(tmp_path / "store" / ".incoming-dead", (0, 0))
+    store.put("things", write(tmp_path / "one", {"a": b"1"}))
+    assert (tmp_path / "store" / ".incoming-dead").exists(), "it may be a copy of an old folder that is still being made"
+    now = time.time()
+    monkeypatch.setattr(artifacts.time, "time", lambda: now + 2 * 86400)
+    refs = [store.put("things", write(tmp_path / "two", {"a": b"2"}))]
+    assert not (tmp_path / "store" / ".incoming-dead").exists() and store.list() and store.exists(refs[0])
 
 
 def test_an_object_store_gives_the_same_reference(tmp_path: Path) -> None:
