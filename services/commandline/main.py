@@ -102,6 +102,13 @@ def status(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def requeue(queue: Annotated[str, typer.Argument(help="Name of a queue, as `semantide status` shows it")]) -> None:
+    """Put a queue's parked messages back on it, once their cause is gone."""
+    answer = Client(Settings()).post(f"/v1/queues/{queue}/requeue")
+    display.console.print(f"{answer['requeued']} messages put back on {queue}", highlight=False)
+
+
+@app.command()
 def key() -> None:
     """Print the API key of the stack in this data folder."""
     settings = Settings()

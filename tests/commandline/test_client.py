@@ -76,6 +76,8 @@ def test_status_and_lists_read_the_real_answers(client: Client) -> None:
     assert "none yet" in invoke("status").output
     assert invoke("jobs", "list").exit_code == 0
     assert invoke("artifacts").output == ""
+    assert "0 messages" in invoke("requeue", "semantide.serving.ModelTrained").output
+    assert "name one of" in str(invoke("requeue", "semantide.nowhere").exception)
 
 
 def test_rejected_rows_are_shown_and_set_the_exit_status(client: Client, broker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
