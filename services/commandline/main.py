@@ -284,13 +284,14 @@ def recommend(
     exclude: Annotated[list[str] | None, typer.Option(help="An item that must not appear; repeat it")] = None,
     category: Annotated[list[str] | None, typer.Option(help="Only items of any of these categories; repeat it")] = None,
     every_category: Annotated[list[str] | None, typer.Option(help="Only items of all of these categories; repeat it")] = None,
+    variety: Annotated[float, typer.Option(help="For a user without history: draw among the beams at this temperature; 0 takes the best")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Ask the live model for recommendations."""
     if user is None and not history:
         raise ValueError("say for whom: --user ID, or a history with --item ID (repeated)")
     body: dict[str, Any] = {"n": n, "exclude_seen": exclude_seen}
-    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude}
+    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude, "variety": variety or None}
     optional |= {"categories_any": category, "categories_all": every_category}
     body |= {name: value for name, value in optional.items() if value is not None}
     answer = Client(Settings()).post("/v1/recommendations", body)
