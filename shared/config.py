@@ -31,7 +31,7 @@ class Settings(BaseSettings):
     api_keys: str = ""
     """Accepted API keys, separated by commas. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
     import_roots: str = ""
-    """Folders that imports may read, separated by ':'. Empty: the working folder and ``data_dir``/uploads."""
+    """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Largest request body, bytes."""
     max_batch_rows: int = Field(default=5000, ge=1)

@@ -253,7 +253,7 @@ def build(room: Room) -> APIRouter:
     def post_import(wanted: ImportRequest) -> JobRecord:
         config = ImportConfig.parse(wanted.model_dump())
         try:
-            path = confined(config.path, settings.import_folders)
+            path = confined(config.path, settings.import_folders, settings.data_dir.resolve())
         except OutsideRoots as error:
             raise HTTPException(403, str(error)) from error
         return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}))
