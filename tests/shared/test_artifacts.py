@@ -1,6 +1,7 @@
 """Artifacts: same files, same reference; nothing half-stored is visible; changed bytes are refused."""
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_many_writers_of_one_content_agree(tmp_path: Path) -> None:
         thread.join()
     assert len(refs) == 8 and len(set(refs)) == 1
     assert not list((tmp_path / "store").glob(".incoming*"))
+
+
+def test_what_an_input_holds_takes_no_room_again(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    first = store.put("things", write(tmp_path / "one", {"deep/same": b"0" * 1000, "other": b"1", "broken": b"2"}))
+    (store.get(first) / "broken").write_bytes(b"X")
+    second = store.put("things", write(tmp_path / "two", {"deep/same": b"0" * 1000, "other": b"3", "broken": b"2"}), inputs={"a": first, "b": "gone"})
+    folders = [tmp_path / "store" / ref for ref in (first, second)]
+    same = [[(folder / name).stat().st_ino for folder in folders] for name in ("deep/same", "other", "broken")]
+    assert same[0][0] == same[0][1] and same[1][0] != same[1][1] and same[2][0] != same[2][1]
+    assert (store.get(second) / "broken").read_bytes() == b"2"
+    shutil.rmtree(folders[0])
+    assert store.get(second).is_dir() and store.list() == [second]
 
 
 def test_what_a_killed_writer_left_is_removed_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
