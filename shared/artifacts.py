@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.version import code_version
 
 _CHUNK_BYTES = 1 << 20
+_ABANDONED_SECONDS = 86400  # without a change, after which what was being written belongs to a killed process
 _REFERENCE = re.compile(r"[a-z]+/sha256-[0-9a-f]{64}")
 
 
@@ -42,6 +44,25 @@ def digest_file(path: Path) -> str:
     return sha.hexdigest()
 
 
+def remove_abandoned(root: Path) -> None:
+    """Remove what killed writers left in a folder: ``.incoming-...``, files or folders, unchanged for a day."""
+    for path in root.glob(".incoming-*"):
+        with suppress(OSError):
+            # Not the time of modification: a copied folder has that of its source.
+            if time.time() - path.stat().st_ctime > _ABANDONED_SECONDS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _link_or_copy(stored: Path | None, source: Path, target: Path, digest: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if stored is not None:
+        with suppress(OSError):  # gone meanwhile, or a file system without links
+            if digest_file(stored) == digest:
+                os.link(stored, target)
+                return
+    shutil.copy2(source, target)
+
+
 class ArtifactStore:
     """Puts folders in and hands folders out; the same files give the same reference."""
 
@@ -51,8 +72,11 @@ class ArtifactStore:
         self._cache = cache or Path(tempfile.gettempdir()) / f"semantide-artifacts-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
     def put(self, kind: str, folder: Path, *, config: Mapping[str, Any] | None = None, inputs: Mapping[str, str] | None = None, seed: int | None = None) -> str:
-        """Store every file below ``folder`` and return the reference ``<kind>/sha256-...``."""
-        files = {}
+        """Store every file below ``folder`` and return the reference ``<kind>/sha256-...``.
+
+        In a local store a file that one of the ``inputs`` has too takes no room a second time: both artifacts name the same bytes.
+        """
+        files: dict[str, dict[str, Any]] = {}
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             name = path.relative_to(folder).as_posix()
             if name == "manifest.json":
@@ -68,9 +92,12 @@ class ArtifactStore:
         manifest = {"ref": ref, "files": files, "code": code_version(), "config": dict(config or {}), "inputs": dict(inputs or {}), "seed": seed}
         text = json.dumps(manifest, indent=1, sort_keys=True)
         if self._local:
+            remove_abandoned(Path(self.root))
             temporary = Path(self.root) / f".incoming-{uuid.uuid4().hex}"
             try:
-                shutil.copytree(folder, temporary)
+                there = self._files_of((inputs or {}).values())
+                for name, entry in files.items():
+                    _link_or_copy(there.get(entry["sha256"]), folder / name, temporary / name, entry["sha256"])
                 (temporary / "manifest.json").write_text(text)
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -85,6 +112,10 @@ class ArtifactStore:
                 self.fs.put_file(str(folder / name), f"{target}/{name}")
             self.fs.pipe_file(f"{target}/manifest.json", text.encode())
         return ref
+
+    def _files_of(self, refs: Iterable[str]) -> dict[str, Path]:
+        """Files of some local artifacts by their digest; what is not an artifact here has none."""
+        return {entry["sha256"]: Path(self.root) / ref / name for ref in refs if self.exists(ref) for name, entry in self.manifest(ref)["files"].items()}
 
     def exists(self, ref: str) -> bool:
         """Whether the artifact is complete in the store."""
@@ -123,6 +154,7 @@ class ArtifactStore:
     def _fetch(self, ref: str, manifest: Mapping[str, Any]) -> Path:
         folder = self._cache / ref
         if not (folder / "manifest.json").is_file():
+            remove_abandoned(self._cache)
             temporary = self._cache / f".incoming-{uuid.uuid4().hex}"
             try:
                 for name in [*manifest["files"], "manifest.json"]:

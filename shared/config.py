@@ -31,7 +31,7 @@ class Settings(BaseSettings):
     api_keys: str = ""
     """Accepted API keys, separated by commas. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
     import_roots: str = ""
-    """Folders that imports may read, separated by ':'. Empty: the working folder and ``data_dir``/uploads."""
+    """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Largest request body, bytes."""
     max_batch_rows: int = Field(default=5000, ge=1)
@@ -60,6 +60,8 @@ class Settings(BaseSettings):
     """Most recent interactions kept online per user, events."""
     history_ttl_seconds: int = Field(default=90 * 86400, ge=60)
     """How long an idle user's online history is kept, seconds."""
+    item_changes_seconds: float = Field(default=10.0, ge=0)
+    """Least time between two tellings of changed items under steady change, each of which makes new catalogs; the first change after a rest is told at once, seconds."""
     session_gap_seconds: int = Field(default=1800, ge=1)
     """Silence that ends a session, seconds."""
     job_slots: int = Field(default=1, ge=1)

@@ -8,7 +8,6 @@ An error is ``{"error": {"type", "message", "details"?}}``.
 from __future__ import annotations
 
 import base64
-import binascii
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -66,7 +65,7 @@ def _presented_key(headers: dict[bytes, bytes]) -> str:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:  # no base64, no ASCII, no UTF-8
             return ""
     return ""
 

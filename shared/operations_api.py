@@ -62,4 +62,8 @@ def build(room: Room) -> APIRouter:
         parked = room.queues.parked(room.broker)
         return {"depths": room.queues.depths(room.broker), "parked": parked, "dead_letters": room.queues.dead_letters(room.broker)}
 
+    @router.post("/queues/{queue}/requeue", tags=["queues"], summary="Put a queue's parked messages back on it")
+    def requeue(queue: str) -> dict[str, int]:
+        return {"requeued": room.queues.requeue(room.broker, queue)}
+
     return router

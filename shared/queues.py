@@ -21,7 +21,7 @@ from kombu.exceptions import OperationalError
 
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
-from semantide.shared.errors import BrokerUnavailable, TransientError
+from semantide.shared.errors import BrokerUnavailable, NotFound, TransientError
 from semantide.shared.telemetry import logger
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ def queue_name(message_type: type[Message], room: str) -> str:
 def dead_letter_key(queue: str) -> str:
     """The Redis list that keeps what a queue's handler could not do."""
     return f"semantide:dead:{queue}"
+
+
+def _queue_kinds() -> dict[str, type[Message]]:
+    names: dict[str, type[Message]] = {queue_name(RunJob, room): RunJob for room in ROOMS}
+    return names | {queue_name(kind, room): kind for kind, rooms in READERS.items() for room in rooms}
 
 
 def _keep_logging(**_: Any) -> None:
@@ -107,12 +112,13 @@ class Queues:
         kind = type(message)
         rooms = (message.room,) if isinstance(message, RunJob) else READERS[kind]
         for room in rooms:
-            try:
-                self.app.send_task(
-                    kind.__name__, kwargs={"body": message.model_dump(mode="json")}, queue=queue_name(kind, room), retry=True, retry_policy={"max_retries": 3}
-                )
-            except (OSError, OperationalError, *broker_door.ConnectionLost) as error:
-                raise BrokerUnavailable(f"message {kind.__name__} could not be queued ({error}): the broker is away, try again") from error
+            self._put(kind.__name__, queue_name(kind, room), message.model_dump(mode="json"))
+
+    def _put(self, name: str, queue: str, body: dict[str, Any]) -> None:
+        try:
+            self.app.send_task(name, kwargs={"body": body}, queue=queue, retry=True, retry_policy={"max_retries": 3})
+        except (OSError, OperationalError, *broker_door.ConnectionLost) as error:
+            raise BrokerUnavailable(f"message {name} could not be queued ({error}): the broker is away, try again") from error
 
     @staticmethod
     def trace() -> None:
@@ -123,9 +129,7 @@ class Queues:
 
     def depths(self, client: Any) -> dict[str, int]:
         """Waiting messages of every queue that ever held one."""
-        names = [queue_name(RunJob, room) for room in ROOMS]
-        names += [queue_name(kind, room) for kind, rooms in READERS.items() for room in rooms]
-        return {name: int(client.llen(f"semantide:queue:{name}")) for name in names}
+        return {name: int(client.llen(f"semantide:queue:{name}")) for name in _queue_kinds()}
 
     def parked(self, client: Any) -> dict[str, int]:
         """How many messages each queue has parked."""
@@ -138,6 +142,21 @@ class Queues:
             entries = client.lrange(key, -_LETTERS_SHOWN, -1)
             letters[key.decode().removeprefix("semantide:dead:")] = [_shortened(json.loads(entry)) for entry in entries]
         return letters
+
+    def requeue(self, client: Any, queue: str) -> int:
+        """Put a queue's parked messages back on it, oldest first; how many. One that fails again is parked again.
+
+        A message leaves the dead-letter list after it was queued: a crash in between repeats it, and handlers are idempotent.
+        Raises: NotFound for a queue that holds no messages of ours, BrokerUnavailable.
+        """
+        kind = _queue_kinds().get(queue)
+        if kind is None:
+            raise NotFound(f"queue {queue!r} has no messages that can be put back: name one of {', '.join(_queue_kinds())}")
+        entries = client.lrange(dead_letter_key(queue), 0, -1)
+        for entry in entries:
+            self._put(kind.__name__, queue, json.loads(entry)["message"])
+            client.lrem(dead_letter_key(queue), 1, entry)
+        return len(entries)
 
     def work(self, room: Room, *, ready: Callable[[], None] | None = None, shutdown: Callable[[], None] | None = None) -> None:
         """Run the room's registered handlers until the process is asked to end."""

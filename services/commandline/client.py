@@ -99,9 +99,12 @@ class Client:
 
         Raises: NotFound.
         """
-        if (current := self.get("/v1/catalogs")["current"]) is None:
-            raise NotFound("no catalog yet: run `semantide tokenize` first, or name one with --catalog")
-        return str(current)
+        try:
+            return str(self.get("/v1/catalogs/current/report")["catalog"])
+        except StackError as error:
+            if error.status != 404:
+                raise
+            raise NotFound("no catalog yet: run `semantide tokenize` first, or name one with --catalog") from None
 
     def promote(self, model: str, catalog: str | None = None, *, patience_seconds: float = 0.0) -> dict[str, Any]:
         """Make a model live. One that has just been trained is announced by a message, for which one may have to wait.

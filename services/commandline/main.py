@@ -102,6 +102,13 @@ def status(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def requeue(queue: Annotated[str, typer.Argument(help="Name of a queue, as `semantide status` shows it")]) -> None:
+    """Put a queue's parked messages back on it, once their cause is gone."""
+    answer = Client(Settings()).post(f"/v1/queues/{queue}/requeue")
+    display.console.print(f"{answer['requeued']} messages put back on {queue}", highlight=False)
+
+
+@app.command()
 def key() -> None:
     """Print the API key of the stack in this data folder."""
     settings = Settings()
@@ -277,13 +284,14 @@ def recommend(
     exclude: Annotated[list[str] | None, typer.Option(help="An item that must not appear; repeat it")] = None,
     category: Annotated[list[str] | None, typer.Option(help="Only items of any of these categories; repeat it")] = None,
     every_category: Annotated[list[str] | None, typer.Option(help="Only items of all of these categories; repeat it")] = None,
+    variety: Annotated[float, typer.Option(help="For a user without history: draw among the beams at this temperature; 0 takes the best")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Ask the live model for recommendations."""
     if user is None and not history:
         raise ValueError("say for whom: --user ID, or a history with --item ID (repeated)")
     body: dict[str, Any] = {"n": n, "exclude_seen": exclude_seen}
-    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude}
+    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude, "variety": variety or None}
     optional |= {"categories_any": category, "categories_all": every_category}
     body |= {name: value for name, value in optional.items() if value is not None}
     answer = Client(Settings()).post("/v1/recommendations", body)

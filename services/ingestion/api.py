@@ -25,6 +25,7 @@ from semantide.services.ingestion.schema import Kind, Rejection, Rules
 from semantide.services.ingestion.sources import OutsideRoots, confined
 from semantide.services.ingestion.stream import DIMENSION, STREAM, encode
 from semantide.shared import broker as broker_door
+from semantide.shared.artifacts import remove_abandoned
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import Interaction, Item, JobRecord, JobSpec
 from semantide.shared.errors import BadData, NotFound, TransientError
@@ -252,7 +253,7 @@ def build(room: Room) -> APIRouter:
     def post_import(wanted: ImportRequest) -> JobRecord:
         config = ImportConfig.parse(wanted.model_dump())
         try:
-            path = confined(config.path, settings.import_folders)
+            path = confined(config.path, settings.import_folders, settings.data_dir.resolve())
         except OutsideRoots as error:
             raise HTTPException(403, str(error)) from error
         return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}))
@@ -308,6 +309,7 @@ async def _receive(request: Request, folder: Path, name: str) -> dict[str, Any]:
         raise BadData(f"upload name {name!r} is a folder already; choose another name")
     announced = request.headers.get("content-length", "")
     _need_room(folder, int(announced) if announced.isdigit() else 0)
+    await run_in_threadpool(remove_abandoned, folder)
     temporary = folder / f".incoming-{uuid.uuid4().hex}"
     size = 0
     try:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semantide.services.ingestion.rows import check_items
-from semantide.services.ingestion.schema import Rejection, Rules
+from semantide.services.ingestion.schema import Rejection, Rules, shown
 from semantide.shared.contracts import Item
 
 _TRUE, _FALSE = {"true", "1", "yes", "y", "t"}, {"false", "0", "no", "n", "f"}
@@ -54,7 +54,7 @@ def _categories(value: Any) -> Any:
         if text.startswith("["):
             try:
                 value = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = text.strip("[]").split(",")
         else:
             value = text.split("|")
@@ -67,7 +67,7 @@ def _attributes(value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {"attributes": value}
     if isinstance(value, Mapping):
         return {
@@ -117,7 +117,10 @@ def check_item_records(
     numbers: list[int] = []
     dimension = rules.embedding_dimension
     for position, record in enumerate(records):
-        item, rejections = check_items([shaped(record)], replace(rules, embedding_dimension=dimension))
+        try:
+            item, rejections = check_items([shaped(record)], replace(rules, embedding_dimension=dimension))
+        except RecursionError:
+            item, rejections = [], [Rejection(0, "row", shown(record), "lists in lists too deep to read", "send categories and attributes as plain lists")]
         if item:
             if dimension is None and item[0].embedding:
                 dimension = len(item[0].embedding)

@@ -119,8 +119,8 @@ def _plan(job: JobContext, config: ImportConfig, folders: list[Path]) -> tuple[l
     if path.exists():
         kept = json.loads(path.read_text())
         return [Source(**source) for source in kept["sources"]], kept["skipped"], kept["started"]
-    real = confined(config.path, folders)
-    sources, skipped = plan(real, folders, config.options)
+    private = job.settings.data_dir.resolve()
+    sources, skipped = plan(confined(config.path, folders, private), folders, config.options, private)
     started = now_ms()
     temporary = path.with_suffix(".incoming")
     temporary.write_text(json.dumps({"sources": [source.as_dict() for source in sources], "skipped": skipped, "started": started}, indent=1))

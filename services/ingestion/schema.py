@@ -85,7 +85,11 @@ def shown(value: object, limit: int = 80) -> str:
     """A value for an error message, cut to a readable length."""
     if isinstance(value, bytes):
         value = value[: 4 * limit].decode("utf-8", "backslashreplace")
-    text = (value if isinstance(value, str) else repr(value)[: 4 * limit]).encode("utf-8", "backslashreplace").decode()
+    try:
+        text = value if isinstance(value, str) else repr(value)[: 4 * limit]
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 

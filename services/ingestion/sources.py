@@ -30,8 +30,22 @@ class Source:
         return asdict(self)
 
 
-def confined(path: str, folders: Sequence[Path]) -> Path:
+def _allowed(real: Path, folders: Sequence[Path], private: Path | None) -> bool:
+    """Whether one of the folders opens this path: hidden files (``.env``) and our own state (keys, passwords) stay closed unless a folder names their place."""
+    for folder in folders:
+        if real == folder:
+            return True
+        if folder not in real.parents or any(part.startswith(".") for part in real.relative_to(folder).parts):
+            continue
+        if private is None or private not in (real, *real.parents) or private in folder.parents:
+            return True
+    return False
+
+
+def confined(path: str, folders: Sequence[Path], private: Path | None = None) -> Path:
     """The real path, links resolved, where it lies in one of the folders; a relative one is looked for in each of them.
+
+    ``private`` is a folder that stays closed even where it lies in an open one.
 
     Raises: OutsideRoots outside the folders, NotFound where nothing is there.
     """
@@ -40,17 +54,17 @@ def confined(path: str, folders: Sequence[Path]) -> Path:
     wanted = Path(path)
     candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
     real = next((candidate for candidate in candidates if candidate.exists()), candidates[0]).resolve()
-    if not any(real == folder or folder in real.parents for folder in folders):
+    if not _allowed(real, folders, private):
         allowed = ", ".join(str(folder) for folder in folders)
         raise OutsideRoots(
-            f"path {path!r} leads to {real}, outside the folders that imports may read ({allowed}): move the file there, upload it with PUT /v1/uploads/NAME, or add its folder to SEMANTIDE_IMPORT_ROOTS"
+            f"path {path!r} leads to {real}, outside the folders that imports may read ({allowed}), or hidden in one: move the file there, upload it with PUT /v1/uploads/NAME, or add its folder to SEMANTIDE_IMPORT_ROOTS"
         )
     if not real.exists():
         raise NotFound(f"path {path!r}: there is no file or folder {real} on the server; upload it with PUT /v1/uploads/NAME")
     return real
 
 
-def files_below(path: Path, folders: Sequence[Path]) -> list[Path]:
+def files_below(path: Path, folders: Sequence[Path], private: Path | None = None) -> list[Path]:
     """The data files of a folder in order, or the one file; links that leave the allowed folders are not followed.
 
     Raises: BadData where a folder has none.
@@ -60,20 +74,20 @@ def files_below(path: Path, folders: Sequence[Path]) -> list[Path]:
     found = sorted(
         file for file in path.rglob("*") if file.is_file() and is_data(file) and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-    found = [file for file in found if any(folder in file.resolve().parents for folder in folders)]
+    found = [file for file in found if _allowed(file.resolve(), folders, private)]
     if not found:
         raise BadData(f"{path} holds no data files: imports read .csv, .tsv, .jsonl, .parquet, .seq, .dat files, and .gz of the text ones")
     return found
 
 
-def plan(path: Path, folders: Sequence[Path], options: ReadOptions) -> tuple[list[Source], dict[str, str]]:
+def plan(path: Path, folders: Sequence[Path], options: ReadOptions, private: Path | None = None) -> tuple[list[Source], dict[str, str]]:
     """The sources, items first, and the files that were passed over with the reason. Every file is looked at before any is read.
 
     Raises: BadData where a file is damaged, or none can be used.
     """
     sources: list[Source] = []
     skipped: dict[str, str] = {}
-    for file in files_below(path, folders):
+    for file in files_below(path, folders, private):
         try:
             found = detect(file, options)
         except BadData as error:

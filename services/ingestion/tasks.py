@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -40,6 +41,8 @@ LINGER_SECONDS = 0.1
 BLOCK_MS = 500
 ANNOUNCE_SECONDS = 1.0
 ANNOUNCE_AT_MOST_SECONDS = 30.0
+ANNOUNCE_UNDER_LOAD_SECONDS = 5.0
+PAGES_LOOKED_AT = 25
 TIDY_SECONDS = 30.0
 OPEN_AGAIN_SECONDS = 5.0
 MIN_FREE_BYTES = 64 * 1024 * 1024
@@ -84,6 +87,7 @@ class Consumer:
         self._told = pa.array([name for name, intensity in settings.actions.items() if intensity >= 1 or intensity < 0], pa.string())
         self._recover = True
         self._due: tuple[float, int] | None = None
+        self._told_last = -math.inf
         self._looked = self._tidied = 0.0
         instruments = meter("ingestion")
         self._stored = instruments.create_counter("semantide_ingestion_events", unit="events", description="Interactions written to the log")
@@ -123,7 +127,7 @@ class Consumer:
             stop.wait(LINGER_SECONDS)
             entries += self._read(None)
         self._process(entries)
-        if len(entries) < ENTRIES_PER_READ:
+        if len(entries) < ENTRIES_PER_READ or time.monotonic() - self._looked > ANNOUNCE_UNDER_LOAD_SECONDS:
             self.announce()
         self._tidy()
         return len(entries)
@@ -238,22 +242,40 @@ class Consumer:
             # While changes keep coming (an import), one message tells of many.
             if now - first < ANNOUNCE_SECONDS or (size != total and now - first < ANNOUNCE_AT_MOST_SECONDS):
                 return False
+            # Every message costs a whole catalog for each tokenizer in use, and nothing removes the one before.
+            if now - self._told_last < self._room.settings.item_changes_seconds:
+                return False
+        if self._items_wait():
+            return False
         with tempfile.TemporaryDirectory(dir=self._manifest.folder) as folder:
             state = self._writer.items.write(changes, Path(folder))
+            good = pc.and_(state["available"], pc.invert(state["deleted"]))
+            if not self._tell_as_of(version, dict(zip(state["item"].to_pylist(), good.to_pylist(), strict=True))):
+                # A newer state was accepted meanwhile: telling this one would undo it for a moment.
+                return False
+            # Last, so that no artifact is left behind by an attempt that comes to nothing.
             ref = self._room.store.put("items", Path(folder))
-        good = pc.and_(state["available"], pc.invert(state["deleted"]))
-        if self._redis.xlen(STREAM) or not self._tell_as_of(version, dict(zip(state["item"].to_pylist(), good.to_pylist(), strict=True))):
-            # A newer state was accepted meanwhile: telling this one would undo it for a moment.
-            return False
         self._room.send(ItemsChanged(items=ref))
         self._writer.items.announced(changes)
-        self._due = None
+        self._due, self._told_last = None, now
         dimension = self._writer.items.embedding_dimension()
         if dimension is None:
             self._redis.delete(DIMENSION)
         else:
             self._redis.set(DIMENSION, dimension, nx=True)
         _LOG.info("items changed", items=len(changes), artifact=ref)
+        return True
+
+    def _items_wait(self) -> bool:
+        """Whether the stream may hold items whose availability was told and is not in the log yet; interactions, which never stop, do not count."""
+        after = b"-"
+        for _ in range(PAGES_LOOKED_AT):
+            entries = self._redis.xrange(STREAM, min=after, count=ENTRIES_PER_READ)
+            if any(fields.get(b"kind") != b"interactions" for _, fields in entries):
+                return True
+            if len(entries) < ENTRIES_PER_READ:
+                return False
+            after = b"(" + entries[-1][0]
         return True
 
     def _tell_as_of(self, version: int, available: dict[str, bool]) -> bool:

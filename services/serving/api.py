@@ -130,6 +130,7 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
         exclude_seen=body.exclude_seen,
         categories_any=tuple(sorted(set(body.categories_any))),
         categories_all=tuple(sorted(set(body.categories_all))),
+        variety=body.variety,
     )
 
 

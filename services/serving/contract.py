@@ -51,6 +51,14 @@ class RecommendationRequest(Body):
     exclude_seen: bool = Field(default=False, description="Leave out what the user has already acted upon")
     categories_any: list[Identifier] = Field(default=[], max_length=MAX_CATEGORIES, description="Only items with at least one of these categories")
     categories_all: list[Identifier] = Field(default=[], max_length=MAX_CATEGORIES, description="Only items with all of these categories")
+    variety: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Where no known history is there to continue: draw the n items among the found beams, the same for the same user. "
+        "Temperature of the scores: 1 draws as the model believes, more makes all alike, 0 takes the best",
+    )
     explain: bool = Field(default=False, description="Also say what each code of an item's id adds to its score")
 
     @property

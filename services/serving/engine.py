@@ -27,6 +27,7 @@ class Query:
     """One request, with everything about its user already looked up.
 
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
+    ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
     """
 
     history: tuple[str, ...] = ()
@@ -35,6 +36,8 @@ class Query:
     excluded: tuple[str, ...] = ()
     categories_any: tuple[str, ...] = ()
     categories_all: tuple[str, ...] = ()
+    variety: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,15 +145,16 @@ def _search(bundle: Bundle, queries: Sequence[Query], unavailable: Unavailable, 
     seconds = {"filter": prepared - start, **hits.seconds}
     answers = []
     for request, query in enumerate(queries):
-        recommendations = _recommendations(bundle, hits, request, query.n)
         known = len(histories[request])
+        places = _places(hits, request, query, known)
+        recommendations = _recommendations(bundle, hits, request, places)
         answers.append(
             Answer(
                 items=recommendations,
                 width=widths[request],
                 history_items=min(known, bundle.max_history_items),
                 unknown_history_items=len(query.history) - known,
-                complete=hits.complete(request, query.n),
+                complete=places == list(range(len(places))) and hits.complete(request, query.n),
                 dead_ends=int(hits.dead_ends_R[request]),
                 short_reason=_short_reason(bundle, query, len(recommendations), allowed[request]),
                 seconds=seconds,
@@ -160,11 +164,21 @@ def _search(bundle: Bundle, queries: Sequence[Query], unavailable: Unavailable, 
     return answers
 
 
-def _recommendations(bundle: Bundle, hits: Hits, request: int, n: int) -> tuple[Recommendation, ...]:
-    count = min(n, int(hits.counts_R[request]))
-    rows = hits.rows_RW[request, :count].tolist()
-    scores = hits.scores_RW[request, :count].tolist()
-    level_scores = hits.level_scores_RWL[request, :count].tolist()
+def _places(hits: Hits, request: int, query: Query, known: int) -> list[int]:
+    """Which of the found items are handed out, best first."""
+    found = int(hits.counts_R[request])
+    count = min(query.n, found)
+    if known or not query.variety:
+        return list(range(count))
+    # The largest of scores with Gumbel noise are a draw without replacement from their softmax.
+    noisy = hits.scores_RW[request, :found].cpu().numpy() / query.variety + np.random.default_rng(query.seed).gumbel(size=found)
+    return sorted(np.argsort(-noisy)[:count].tolist())
+
+
+def _recommendations(bundle: Bundle, hits: Hits, request: int, places: list[int]) -> tuple[Recommendation, ...]:
+    rows = hits.rows_RW[request, places].tolist()
+    scores = hits.scores_RW[request, places].tolist()
+    level_scores = hits.level_scores_RWL[request, places].tolist()
     codes = bundle.catalog.codes[rows].tolist() if rows else []
     return tuple(
         Recommendation(bundle.catalog.item_ids[row], score, bundle.titles[row], tuple(path), tuple(levels))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -40,11 +41,18 @@ class Wish:
     exclude_seen: bool = False
     categories_any: tuple[str, ...] = ()
     categories_all: tuple[str, ...] = ()
+    variety: float = 0.0
 
     def query(self, profile: Profile) -> Query:
         """What the engine is asked, once the user's profile is known."""
         excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
-        return Query(profile.history, self.n, self.width, excluded, self.categories_any, self.categories_all)
+        return Query(profile.history, self.n, self.width, excluded, self.categories_any, self.categories_all, self.variety, self._seed())
+
+    def _seed(self) -> int:
+        if not self.variety:
+            return 0
+        who = self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
+        return int.from_bytes(hashlib.sha256(who.encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,26 @@ from __future__ import annotations
 from semantide.services.serving.bundle import read_header
 from semantide.services.serving.registry import Candidate, Registry
 from semantide.services.serving.service import load_and_warm
-from semantide.shared.catalog import Catalog
+from semantide.shared.catalog import Catalog, Lineages
 from semantide.shared.contracts import CatalogReady, ModelTrained
-from semantide.shared.errors import Conflict
+from semantide.shared.errors import Conflict, NotFound
 from semantide.shared.queues import handler
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
+
+
+def _newest(room: Room, catalog: str, tokenizer: str) -> str:
+    """The catalog as it is now, found from its end: it may have been extended more often during a training than the registry remembers."""
+    for lineage in Lineages(room.broker).all():
+        ref: str | None = lineage.catalog if lineage.tokenizer == tokenizer else None
+        while ref is not None and ref != catalog:
+            try:
+                ref = room.store.manifest(ref)["config"].get("extends")
+            except NotFound:
+                ref = None
+        if ref == catalog:
+            return lineage.catalog
+    return catalog
 
 
 @handler(ModelTrained)
@@ -20,7 +34,7 @@ def keep_candidate(message: ModelTrained, room: Room) -> None:
     registry = Registry(room.broker)
     candidate = Candidate(
         model=message.model,
-        catalog=message.catalog,
+        catalog=_newest(room, message.catalog, str(header["tokenizer_digest"])),
         job_id=message.job_id,
         recipe=str(header.get("recipe") or ""),
         metrics=header["metrics"] if isinstance(header.get("metrics"), dict) else {},

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import main
+from semantide.services.commandline import jobs, main
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -28,7 +28,8 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    monkeypatch.setattr(main, "Client", lambda settings: made)
+    for module in (main, jobs):
+        monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
 
@@ -75,6 +76,8 @@ def test_status_and_lists_read_the_real_answers(client: Client) -> None:
     assert "none yet" in invoke("status").output
     assert invoke("jobs", "list").exit_code == 0
     assert invoke("artifacts").output == ""
+    assert "0 messages" in invoke("requeue", "semantide.serving.ModelTrained").output
+    assert "name one of" in str(invoke("requeue", "semantide.nowhere").exception)
 
 
 def test_rejected_rows_are_shown_and_set_the_exit_status(client: Client, broker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

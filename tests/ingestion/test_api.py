@@ -13,6 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from semantide.services.ingestion import api
+from semantide.services.ingestion.sources import confined, files_below
 from semantide.services.ingestion.stream import STREAM
 from semantide.shared.http import build_app
 
@@ -162,6 +163,24 @@ def test_imports_stay_inside_their_folders(client: TestClient, tmp_path: Path, s
     answer = client.post("/v1/imports", json={"path": "logs/log.csv"})
     assert answer.status_code == 202
     assert answer.json()["spec"]["config"]["path"] == str(inside / "log.csv")
+
+
+def test_imports_read_no_hidden_files_and_not_our_own_state(client: TestClient, tmp_path: Path, settings: Any) -> None:
+    for name in (".env", ".cache/log.csv", "data/api_key", "data/broker/password", "data/jobs/x/rejects.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("secret\n")
+        (tmp_path / "link.csv").unlink(missing_ok=True)
+        (tmp_path / "link.csv").symlink_to(tmp_path / name)
+        for path in (name, str(tmp_path / name), "link.csv"):
+            answer = client.post("/v1/imports", json={"path": path})
+            assert answer.status_code == 403 and "secret" not in answer.text, path
+    (tmp_path / "log.csv").touch()
+    private = settings.data_dir.resolve()
+    assert files_below(tmp_path, [tmp_path], private) == [tmp_path / "log.csv"]
+    own = tmp_path / "data" / "downloads"
+    own.mkdir()
+    (own / "log.csv").touch()
+    assert confined("log.csv", [own], private) == own / "log.csv", "a folder that is named itself is open"
 
 
 def test_uploads_appear_whole(client: TestClient, settings: Any) -> None:

@@ -188,6 +188,16 @@ def test_json_lines_keep_ids_as_they_are_written(tmp_path: Path, start: Any, set
     assert [(entry["row"], entry["field"]) for entry in result["rejects"]] == [(2, "user"), (3, "user"), (4, "row")]
 
 
+@pytest.mark.parametrize(("kind", "depth"), [("interactions", 300), ("interactions", 100_000), ("items", 100_000)])
+def test_lists_nested_without_end_cost_one_row(tmp_path: Path, start: Any, kind: str, depth: int) -> None:
+    row = {"user": "a", "item": "b", "time": T} if kind == "interactions" else {"id": "b", "title": "t", "categories": ["x"]}
+    name = "extra" if kind == "interactions" else "categories"
+    lines = [json.dumps(row), json.dumps({**row, "id" if kind == "items" else "item": "c", name: 0}).replace(": 0}", f": {'[' * depth}{']' * depth}}}")]
+    (tmp_path / "deep.jsonl").write_text("\n".join(lines) + "\n")
+    result = start(tmp_path / "deep.jsonl").result
+    assert result["rejected"] == (depth == 100_000) and result["rows"] == 2
+
+
 def test_items_from_files(tmp_path: Path, start: Any, settings: Any, broker: Any) -> None:
     rows: list[dict[str, Any]] = [
         {"id": 1, "title": "Lamp", "categories": [["Home", "Light"], ["Home"]], "attributes": {"brand": "B", "watt": 5}, "embedding": [0.5, 1]},

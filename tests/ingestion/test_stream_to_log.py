@@ -291,3 +291,34 @@ def test_embedding_length_is_fixed_by_the_first_until_all_are_cleared(room: Any,
     object.__setattr__(room.queues, "send", lambda message: None)
     consumer.announce(at_once=True)
     assert intake.items([{"id": "b", "embedding": [1.0, 2.0, 3.0]}]) == (1, [])
+
+
+def test_steady_changes_are_told_together(room: Any, intake: api.Intake, manifest: Manifest) -> None:
+    sent: list[Any] = []
+    object.__setattr__(room.queues, "send", sent.append)
+    consumer = tasks.Consumer(room, manifest, block_ms=1)
+    every, begin = room.settings.item_changes_seconds, time.monotonic() + 1000
+    for number in range(int(3 * every)):
+        intake.items([{"id": f"i{number}"}])
+        drain(consumer)
+        for part in (0.3, 0.6, 0.9):
+            consumer.announce(now=begin + number + part)
+    assert 2 <= len(sent) <= 4, "the first after a moment, then one each interval"
+    consumer.announce(at_once=True)
+    assert sum(pq.read_table(room.store.get(message.items) / "items.parquet").num_rows for message in sent) == int(3 * every)
+
+
+def test_interactions_that_never_stop_do_not_hold_up_new_items(room: Any, intake: api.Intake, manifest: Manifest, broker: Any) -> None:
+    sent: list[Any] = []
+    object.__setattr__(room.queues, "send", sent.append)
+    consumer = tasks.Consumer(room, manifest, block_ms=1)
+    intake.items([{"id": "a", "available": True}])
+    drain(consumer)
+    intake.items([{"id": "a", "available": False}])
+    assert not consumer.announce(at_once=True), "the log does not know yet what was told"
+    assert Availability(broker).unavailable() == {"a"} and room.store.list("items") == []
+    drain(consumer)
+    for number in range(3 * tasks.ENTRIES_PER_READ):
+        intake.interactions([event(number)])
+    assert consumer.announce(at_once=True) and len(sent) == 1
+    assert Availability(broker).unavailable() == {"a"}

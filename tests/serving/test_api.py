@@ -60,6 +60,13 @@ def test_cold_users_get_a_list_and_are_told(server):
     assert unknown["items"] == cold["items"]
 
 
+def test_cold_users_see_lists_of_their_own_on_request(server):
+    wanted = [server.items(user=f"new {number}", variety=3.0) for number in (1, 1, 2)]
+    assert wanted[0] == wanted[1] != wanted[2]
+    assert server.recommend(user="new 1", variety=3.0).json()["exact"] is False
+    assert [server.recommend(user="x", variety=wrong).status_code for wrong in (-1, 101, "much")] == [422] * 3
+
+
 def test_lists_differ_between_users(server):
     rng = np.random.default_rng(0)
     lists = [tuple(server.items(history=[f"i{row}" for row in rng.integers(0, 200, 8)])) for _ in range(40)]

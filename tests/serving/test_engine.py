@@ -43,6 +43,19 @@ def expected(bundle: Bundle, query: Query, unavailable: Unavailable = NOTHING) -
     return [catalog.item_ids[row] for row in best], scores[best]
 
 
+def test_variety_draws_among_the_beams_and_leaves_histories_alone(bundle):
+    best = ask(bundle, Query(n=50))[0]
+    drawn = ask(bundle, *(Query(n=10, variety=2.0, seed=seed) for seed in (1, 1, 2, 3)))
+    lists = [[hit.item for hit in answer.items] for answer in drawn]
+    assert lists[0] == lists[1] and len({tuple(items) for items in lists}) == 3
+    for found in drawn:
+        scores = [hit.score for hit in found.items]
+        assert len({hit.item for hit in found.items}) == 10 and scores == sorted(scores, reverse=True) and not found.complete
+        assert {hit.item for hit in found.items} <= {hit.item for hit in best.items}
+    plain, varied, cold = ask(bundle, Query(("i1",)), Query(("i1",), variety=2.0, seed=1), Query(("no such item",), variety=1e-6, seed=1))
+    assert plain.items == varied.items and [hit.item for hit in cold.items] == [hit.item for hit in best.items[:10]]
+
+
 def test_constraint_filter_and_beam_in_one_batch_equal_brute_force(bundle):
     rng = np.random.default_rng(1)
     queries = []

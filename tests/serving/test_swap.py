@@ -7,14 +7,16 @@ import httpx
 import numpy as np
 import pytest
 
+from semantide.services.serving import registry as registry_module
 from semantide.services.serving import tasks
 from semantide.services.serving.registry import Candidate, Pair, Registry
 from semantide.services.serving.service import load_and_warm
 from semantide.services.serving.swap import Swapper
+from semantide.shared.catalog import Lineages
 from semantide.shared.contracts import CatalogReady, ModelTrained
 from semantide.shared.errors import Conflict, Corrupt, TransientError
 
-from .world import Reply, Server, post, storm, wait_until
+from .world import DIGEST, Reply, Server, make_catalog, post, storm, wait_until
 
 
 def promote(server: Server, model: str, **body) -> httpx.Response:
@@ -198,6 +200,24 @@ def test_new_items_are_reachable_without_training(server, world):
     model = world.candidate(1)
     assert promote(server, model).json()["catalog"] == bigger
     assert promote(server, model, catalog=world.catalog_ref).json()["catalog"] == world.catalog_ref
+
+
+def test_a_long_training_does_not_lose_the_items_of_its_time(world, monkeypatch):
+    monkeypatch.setattr(registry_module, "_EXTENSIONS_KEPT", 2)
+    lineages = Lineages(world.room.broker)
+    lineages.begin(DIGEST, world.catalog_ref)
+    ends = [world.catalog_ref]
+    for items in (210, 220, 230, 240, 250):
+        folder = world.folder / f"extended-{items}"
+        make_catalog(folder, items=items)
+        ends.append(world.room.store.put("catalogs", folder, config={"extends": ends[-1]}))
+        assert lineages.extend(ends[-2], ends[-1])
+        tasks.extend_catalog(CatalogReady(catalog=ends[-1], extends=ends[-2]), world.room)
+    tasks.keep_candidate(ModelTrained(job_id="j", model=world.add_model(1), catalog=world.catalog_ref, promote=True), world.room)
+    assert Registry(world.room.broker).read().live.catalog == ends[-1]
+    other = world.add_catalog(items=20)
+    tasks.keep_candidate(ModelTrained(job_id="k", model=world.add_model(2), catalog=other), world.room)
+    assert Registry(world.room.broker).read().candidates[-1].catalog == other
 
 
 def test_a_catalog_that_spells_otherwise_does_not_extend(world):

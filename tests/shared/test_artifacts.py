@@ -1,6 +1,9 @@
 """Artifacts: same files, same reference; nothing half-stored is visible; changed bytes are refused."""
 
+import os
+import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
+from semantide.shared import artifacts
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt, NotFound
 
@@ -84,6 +88,31 @@ def test_many_writers_of_one_content_agree(tmp_path: Path) -> None:
         thread.join()
     assert len(refs) == 8 and len(set(refs)) == 1
     assert not list((tmp_path / "store").glob(".incoming*"))
+
+
+def test_what_an_input_holds_takes_no_room_again(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    first = store.put("things", write(tmp_path / "one", {"deep/same": b"0" * 1000, "other": b"1", "broken": b"2"}))
+    (store.get(first) / "broken").write_bytes(b"X")
+    second = store.put("things", write(tmp_path / "two", {"deep/same": b"0" * 1000, "other": b"3", "broken": b"2"}), inputs={"a": first, "b": "gone"})
+    folders = [tmp_path / "store" / ref for ref in (first, second)]
+    same = [[(folder / name).stat().st_ino for folder in folders] for name in ("deep/same", "other", "broken")]
+    assert same[0][0] == same[0][1] and same[1][0] != same[1][1] and same[2][0] != same[2][1]
+    assert (store.get(second) / "broken").read_bytes() == b"2"
+    shutil.rmtree(folders[0])
+    assert store.get(second).is_dir() and store.list() == [second]
+
+
+def test_what_a_killed_writer_left_is_removed_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    write(tmp_path / "store" / ".incoming-dead", {"a": b"x"})
+    os.utime(tmp_path / "store" / ".incoming-dead", (0, 0))
+    store.put("things", write(tmp_path / "one", {"a": b"1"}))
+    assert (tmp_path / "store" / ".incoming-dead").exists(), "it may be a copy of an old folder that is still being made"
+    now = time.time()
+    monkeypatch.setattr(artifacts.time, "time", lambda: now + 2 * 86400)
+    refs = [store.put("things", write(tmp_path / "two", {"a": b"2"}))]
+    assert not (tmp_path / "store" / ".incoming-dead").exists() and store.list() and store.exists(refs[0])
 
 
 def test_an_object_store_gives_the_same_reference(tmp_path: Path) -> None:

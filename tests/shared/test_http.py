@@ -53,6 +53,8 @@ def test_every_route_but_health_wants_a_key(app: Any) -> None:
         for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}):
             answer = bare.request(method, path, headers=headers)
             assert (answer.status_code == 401) != (path in OPEN_PATHS), (method, path)
+    for odd in (b"Basic \xe9", b"Basic 4w==", b"Bearer \xe9", b"\xff"):
+        assert bare.get("/v1/jobs", headers={b"Authorization": odd}).status_code == 401, odd
     assert "semantide key" in bare.get("/v1/jobs").json()["error"]["message"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from semantide.shared import queues as queue_door
 from semantide.shared.contracts import ROOMS, CatalogReady, Message, ModelTrained, RunJob
-from semantide.shared.errors import PermanentError, TransientError
+from semantide.shared.errors import NotFound, PermanentError, TransientError
 from semantide.shared.queues import Queues, handler, queue_name
 
 REF = "catalogs/sha256-" + "a" * 64
@@ -77,6 +77,31 @@ def test_messages_arrive_whole_and_failures_are_retried_or_parked(run_worker: An
     letters = room.queues.dead_letters(room.broker)[queue]
     assert letters[0]["message"]["job_id"] == "j"
     assert "train it again" in letters[0]["error"]
+
+
+def test_parked_messages_are_put_back_and_parked_again_if_they_must(run_worker: Any) -> None:
+    seen: list[str] = []
+    broken = {"a", "b"}
+
+    @handler(ModelTrained)
+    def on_model(message: ModelTrained, room: Any) -> None:
+        seen.append(message.job_id)
+        if message.job_id in broken:
+            raise PermanentError("not yet")
+
+    room = run_worker("serving")
+    queue = queue_name(ModelTrained, "serving")
+    for name in ("a", "b"):
+        room.send(ModelTrained(job_id=name, model=REF.replace("catalogs", "models"), catalog=REF))
+    wait_for(lambda: room.queues.parked(room.broker) == {queue: 2})
+    broken.remove("a")
+    assert room.queues.requeue(room.broker, queue) == 2
+    wait_for(lambda: len(seen) == 4 and room.queues.parked(room.broker) == {queue: 1})
+    assert room.queues.dead_letters(room.broker)[queue][0]["message"]["job_id"] == "b"
+    assert room.queues.requeue(room.broker, queue_name(CatalogReady, "serving")) == 0
+    for wrong in ("semantide.ingestion.stream", "../x"):
+        with pytest.raises(NotFound, match="name one of"):
+            room.queues.requeue(room.broker, wrong)
 
 
 def test_a_message_reaches_its_own_queue_only(make_room: Callable[[str], Any]) -> None:

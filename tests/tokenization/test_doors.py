@@ -134,6 +134,7 @@ def test_new_items_are_spelled_and_known_ids_never_change(room: Room, dataset: s
     assert current is not None and current != base
     old, new = Spelled.load(room.store.get(base)), Spelled.load(room.store.get(current))
     assert new.catalog.item_ids[:120] == old.catalog.item_ids and np.array_equal(new.catalog.codes[:120], old.catalog.codes)
+    assert (room.store.get(base) / "tokenizer.safetensors").samefile(room.store.get(current) / "tokenizer.safetensors"), "its arrays are stored once"
     assert len(new.catalog) == 130 and new.catalog.tokenizer_digest == old.catalog.tokenizer_digest and len(new.header["items"]) == 2
     assert len(np.unique(new.catalog.codes, axis=0)) == 130 and waiting_messages(room, "serving", "CatalogReady") == 3
 

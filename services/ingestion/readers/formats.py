@@ -284,7 +284,7 @@ def _first_keys(path: Path) -> set[str]:
         for line in block.lines[:1000]:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = textlines._literal(line) if line.lstrip().startswith("{") else None
             if isinstance(record, dict):
                 keys |= set(record)

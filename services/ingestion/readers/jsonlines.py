@@ -13,6 +13,8 @@ import pyarrow.json as paj
 from semantide.services.ingestion.readers.chunk import Chunk
 from semantide.services.ingestion.readers.textlines import blocks, json_chunks
 
+_BRACKETS = 500  # in one line, beyond which Arrow does not see it: its parser recurses without a bound and takes the process along
+
 
 def table_chunks(path: Path, start: str, usable: Callable[[pa.Table], bool], *, python_literals: bool = False) -> Iterator[Chunk]:
     """Blocks as tables with inferred types where those are ``usable``, else as records."""
@@ -27,6 +29,8 @@ def table_chunks(path: Path, start: str, usable: Callable[[pa.Table], bool], *, 
 
 
 def _parsed(lines: Sequence[str]) -> pa.Table | None:
+    if any(line.count("[") + line.count("{") > _BRACKETS for line in lines):
+        return None
     try:
         table = paj.read_json(io.BytesIO("\n".join(lines).encode()), read_options=paj.ReadOptions(block_size=1 << 28, use_threads=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):

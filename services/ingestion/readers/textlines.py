@@ -127,7 +127,7 @@ def json_chunks(path: Path, start: str, *, python_literals: bool = False) -> Ite
         for row, line in zip(block.rows, block.lines, strict=True):
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 record = _literal(line) if python_literals else None
                 if record is None:
                     rejections.append(Rejection(row, "row", shown(line), f"not JSON: {error}", "write one JSON object a line"))
