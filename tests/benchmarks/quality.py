@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -153,6 +154,18 @@ def train_and_measure(dataset: Dataset, quick: bool, threads: int, run: Run) -> 
             "parameters": parameters, "train_seconds": trained, "seconds": time.monotonic() - begin}  # fmt: skip
 
 
+def end_with_parent() -> None:
+    """End this process when the one that started it does, however that ends."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def same_answer(dataset: Dataset, run: Run) -> bool:
     """Whether beam search as wide as the catalog returns what scoring every item does, for a fresh model."""
     assert run.codes is not None
@@ -240,7 +253,7 @@ def main() -> int:
     results: list[dict[str, Any]] = [
         {"name": "popularity", "seed": 0, "rows": rows, "epochs": 0, "best_epoch": 0, "parameters": 0, "train_seconds": 0.0, "seconds": 0.0}
     ]
-    with multiprocessing.get_context("spawn").Pool(min(options.workers, len(runs))) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(options.workers, len(runs)), initializer=end_with_parent) as pool:
         for result in pool.imap_unordered(partial(train_and_measure, dataset, options.quick, max(1, (os.cpu_count() or 1) // options.workers)), runs):
             results.append(result)
             # A run of an hour that is broken off must not lose what it has measured.
