@@ -16,19 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semantide.services.ingestion.manifest import Manifest
+from semantide.services.ingestion.schema import ITEM_SCHEMA
 
-ARTIFACT_SCHEMA = pa.schema(
-    [
-        pa.field("item", pa.string()),
-        pa.field("title", pa.string()),
-        pa.field("text", pa.string()),
-        pa.field("categories", pa.list_(pa.string())),
-        pa.field("attributes", pa.string()),
-        pa.field("available", pa.bool_()),
-        pa.field("deleted", pa.bool_()),
-        pa.field("embedding", pa.list_(pa.float32())),
-    ]
-)
+# What other rooms read: the same columns, the id under the name that every artifact gives it.
+ARTIFACT_SCHEMA = pa.schema([pa.field("item", pa.string()), *list(ITEM_SCHEMA)[1:]])
 
 _COLUMNS = "id, title, text, categories, attributes, available, deleted, embedding"
 _UPSERT = """

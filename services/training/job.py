@@ -121,14 +121,14 @@ def evaluate_models(job: JobContext) -> JobOutcome:
             rankers[label if label not in rankers else f"{label} ({name})"] = ranker
     kept = job.workdir / "rows.json"
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
-    todo = [(name, ranker, seen) for name, ranker in rankers.items() for seen in (False, True)]
-    for index, (name, ranker, seen) in enumerate(todo):
+    rankings = [(name, ranker, seen) for name, ranker in rankers.items() for seen in (False, True)]
+    for index, (name, ranker, seen) in enumerate(rankings):
         if index < len(rows):
             continue
 
         def tick(done: int, total: int, index: int = index, name: str = name) -> None:
             job.check_cancelled()
-            job.progress(index + done / total, len(todo), "rankings", f"evaluating {name}")
+            job.progress(index + done / total, len(rankings), "rankings", f"evaluating {name}")
 
         figures = evaluate(ranker, cases, ks=config.ks, num_items=len(dataset.item_ids), exclude_seen=seen, tick=tick)
         counts = {name: figures.pop(name) for name in ("cases", "repeat_share", "short_share")}
