@@ -15,6 +15,7 @@ from semantide.services.training.recipes import TrainConfig
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.sasrec import SASRec
+from semantide.shared.models.seen_bias import earlier_counts
 from semantide.shared.models.vocabulary import BEGIN
 
 
@@ -49,17 +50,25 @@ class NextToken:
         targets_TL = self._item_tokens_NL[batch.values]
         offsets_B1 = batch.offsets_B1 * vocabulary.levels
         hidden_TLD = self.model(_shifted(targets_TL.flatten(), offsets_B1, BEGIN), offsets_B1).unflatten(0, (-1, vocabulary.levels))
+        firsts_L = torch.tensor([vocabulary.first(level) for level in range(vocabulary.levels)], device=targets_TL.device)
+        seen = [
+            earlier_counts(targets_TL - firsts_L, batch.offsets_B1, level, size) if self.model.config.seen_bias else None
+            for level, size in enumerate(vocabulary.level_sizes)
+        ]
         probe = None
         if probes_T is not None:
-            last = vocabulary.levels - 1
-            logits_BK = self.model.logits(hidden_TLD[probes_T, last], last).float()
+            last, counts_TK = vocabulary.levels - 1, seen[-1]
+            logits_BK = self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]).float()
             code_B1 = (targets_TL[probes_T, last] - vocabulary.first(last)).unsqueeze(-1)
             # -log(1 - p), with 1 - p as the sum of the other codes: stable where p is nearly 1.
             others_B = logits_BK.scatter(1, code_B1, -torch.inf).logsumexp(-1)
             probe = (logits_BK.logsumexp(-1) - others_B).mean()
             hidden_TLD, targets_TL = hidden_TLD[~probes_T], targets_TL[~probes_T]
+            seen = [None if counts_TK is None else counts_TK[~probes_T] for counts_TK in seen]
         parts_L = torch.stack([
-            F.cross_entropy(self.model.logits(hidden_TLD[:, level], level).float(), targets_TL[:, level] - vocabulary.first(level), label_smoothing=self._smoothing)
+            F.cross_entropy(
+                self.model.logits(hidden_TLD[:, level], level, seen[level]).float(), targets_TL[:, level] - vocabulary.first(level), label_smoothing=self._smoothing
+            )
             for level in range(vocabulary.levels)
         ])  # fmt: skip
         loss = (parts_L * self._weights_L).sum()

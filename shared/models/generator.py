@@ -19,6 +19,7 @@ from semantide.kernels.attention import jagged_attention
 from semantide.kernels.dropout import dropout
 from semantide.kernels.normalisation import rms_norm
 from semantide.kernels.rotary import rotate
+from semantide.shared.models.seen_bias import SeenBias
 from semantide.shared.models.vocabulary import Vocabulary
 
 
@@ -50,6 +51,8 @@ class GeneratorConfig:
     """Factor on the embeddings as they enter the first layer (not where they serve as the head); folded into the weights when saved."""
     level_scales: bool = False
     """Whether each level's logits get a learned factor; folded into the head when saved."""
+    seen_bias: bool = False
+    """Whether logits are corrected by what the history holds (``seen_bias.py``); a saved model keeps it as a tensor of its own, which others leave out."""
 
     def __post_init__(self) -> None:
         size = Vocabulary(self.level_sizes).size if self.level_sizes else 0
@@ -162,6 +165,8 @@ class Generator(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.level_scales:
             self.level_log_scale = nn.Parameter(torch.zeros(self.vocabulary.levels))
+        if config.seen_bias:
+            self.seen_bias = SeenBias(self.vocabulary)
         self.register_buffer("inverse_frequency", config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim), persistent=False)
         self.inverse_frequency: Tensor
         self._initialise()
@@ -216,16 +221,20 @@ class Generator(nn.Module):
         weight: Tensor = module.weight
         return weight
 
-    def logits(self, hidden: Tensor, level: int) -> Tensor:
-        """Logits over a level's full code row.
+    def logits(self, hidden: Tensor, level: int, seen_counts: Tensor | None = None) -> Tensor:
+        """Logits over a level's full code row; ``seen_counts`` is what a model with ``seen_bias`` wants to know of the history.
 
-        Shapes: [..., D] -> [..., K].
+        Shapes: [..., D], [..., K] -> [..., K].
         """
         logits = hidden @ self.head_VD[self.vocabulary.row(level)].T
-        return logits * self.level_log_scale[level].exp() if self.config.level_scales else logits
+        if self.config.level_scales:
+            logits = logits * self.level_log_scale[level].exp()
+        if seen_counts is not None:
+            logits = logits + self.seen_bias(seen_counts, level).to(logits.dtype)
+        return logits
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Logits over every token, [..., V], as Hugging Face computes them; level scales do not apply."""
+        """Logits over every token, [..., V], as Hugging Face computes them; level scales and ``seen_bias`` do not apply."""
         return hidden @ self.head_VD.T
 
     def save_pretrained(self, folder: Path) -> None:

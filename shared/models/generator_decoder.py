@@ -12,6 +12,7 @@ from torch import Tensor
 from semantide.kernels.attention import beam_attention, jagged_attention
 from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.seen_bias import SeenItems
 
 
 class DecodingState:
@@ -22,6 +23,7 @@ class DecodingState:
         self.prompts: list[tuple[Tensor, Tensor]] = []
         self.own: list[tuple[Tensor, Tensor]] = []
         self.ancestry = Ancestry(len(offsets_R1) - 1, offsets_R1.device)
+        self.seen: SeenItems | None = None
         self._num_layers = num_layers
 
     def reserve(self, rows: int, steps_left: int) -> None:
@@ -67,7 +69,11 @@ class GeneratorDecoder:
             q_THd, k_TGd, v_TGd = layer.project(x_TD, cos_T1d, sin_T1d)
             state.prompts.append((k_TGd, v_TGd))
             x_TD = layer.finish(x_TD, jagged_attention(q_THd, k_TGd, v_TGd, offsets_R1))
-        return generator.logits(generator.model.norm(x_TD[offsets_R1[1:] - 1]), 0), state
+        counts_RK = None
+        if generator.config.seen_bias:
+            state.seen = SeenItems(tokens_T, offsets_R1, generator.vocabulary)
+            counts_RK = state.seen.counts(0).squeeze(1)
+        return generator.logits(generator.model.norm(x_TD[offsets_R1[1:] - 1]), 0, counts_RK), state
 
     @torch.inference_mode()
     def step(self, state: DecodingState, level: int, parents_RW: Tensor, codes_RW: Tensor) -> Tensor:
@@ -93,5 +99,8 @@ class GeneratorDecoder:
             q_RWHd = q_NHd.unflatten(0, (requests, width))
             o_RWHd = beam_attention(q_RWHd, prompt_k, prompt_v, state.offsets_R1, own_k, own_v, state.ancestry.rows_RWS)
             x_ND = layer.finish(x_ND, o_RWHd.flatten(0, 1))
-        logits_RWK: Tensor = generator.logits(generator.model.norm(x_ND), level).unflatten(0, (requests, width))
-        return logits_RWK
+        hidden_RWD = generator.model.norm(x_ND).unflatten(0, (requests, width))
+        if state.seen is None:
+            return generator.logits(hidden_RWD, level)
+        state.seen.extend(level - 1, parents_RW, codes_RW)
+        return generator.logits(hidden_RWD, level, state.seen.counts(level))

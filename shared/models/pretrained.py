@@ -129,6 +129,7 @@ def save_generator(generator: Generator, folder: Path) -> None:
             "eos_token_id": None,
             "dtype": str(generator.model.embed_tokens.weight.dtype).removeprefix("torch."),
             "semantide_level_sizes": list(config.level_sizes),
+            "semantide_seen_bias": config.seen_bias,
         },
     )
 
@@ -184,6 +185,7 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
             vocab_size=vocab_size,
             tie_word_embeddings=bool(header.get("tie_word_embeddings", False)),
             initializer_range=float(header.get("initializer_range", 0.02)),
+            seen_bias=bool(header.get("semantide_seen_bias", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{source}/config.json: {type(error).__name__} {error}: the field is missing or out of range; copy the model folder again") from error

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 
 from semantide.services.training.objective import NextItem, NextToken, with_probes
 from semantide.services.training.recipes import tiny
+from semantide.shared.decoding.brute_force import score_every_item
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 
 LEVELS = (4, 3)
@@ -79,3 +81,19 @@ def test_repeats_can_be_unlearned_without_touching_what_else_is_supervised() -> 
         objective.loss(batch)[0].backward()
         optimiser.step()
     assert float(objective.loss(batch)[1][2]) < 0.95 * float(both[2])
+
+
+@pytest.mark.parametrize("repeat_weight", [0.0, 1.0])
+def test_what_is_trained_with_a_seen_bias_is_what_decoding_scores(repeat_weight: float) -> None:
+    torch.manual_seed(0)
+    shape = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    model = Generator(GeneratorConfig(LEVELS, **shape, seen_bias=True)).double()  # type: ignore[arg-type]
+    torch.nn.init.normal_(model.seen_bias.weight)
+    history = [3, 5, 3, 4, 11]
+    tokens = torch.from_numpy(model.vocabulary.item_tokens(CODES))
+    _, parts = NextToken(model, tokens, replace(tiny(), repeat_weight=repeat_weight)).loss(Jagged.from_sequences([history]))
+    scores = []
+    for place, target in enumerate(history):
+        prompt = torch.from_numpy(model.vocabulary.history_tokens(tokens[history[:place]].numpy()))
+        scores.append(score_every_item(GeneratorDecoder(model), CODES, prompt, torch.tensor([0, len(prompt)]))[0, target])
+    assert float(parts[:2].sum()) == pytest.approx(-np.mean(scores), rel=1e-5)

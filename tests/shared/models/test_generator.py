@@ -75,6 +75,15 @@ def test_transformers_loads_what_we_save_and_gives_our_logits(tmp_path: Path, ch
             torch.testing.assert_close(ours.logits(hidden, level), again.logits(again(tokens, offsets), level))
 
 
+def test_a_seen_bias_is_saved_and_read(tmp_path: Path) -> None:
+    ours = tiny(seen_bias=True)
+    torch.nn.init.normal_(ours.seen_bias.weight)
+    ours.save_pretrained(tmp_path)
+    again = Generator.from_pretrained(tmp_path)
+    hidden, counts = torch.zeros(1, ours.config.hidden_size), torch.ones(1, LEVELS[1])
+    torch.testing.assert_close(again.logits(hidden, 1, counts), ours.logits(hidden, 1, counts))
+
+
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         tiny().save_pretrained(tmp_path / name)

@@ -1,0 +1,97 @@
+"""A learned correction of the logits by what the history already holds.
+
+Attention alone is slow to learn that an item does not come twice, or how often a group of items does: the rule is about every code of every history at once.
+Here each code's logit gets a learned factor times log(1 + n), n being the history's items that agree with the code and with the prefix before it. Data
+without repeats drives the last level's factors down, data with repeats up; at the first levels a factor says how much a taste persists.
+Legend: T places, B sequences, L levels, K codes of a level, I items of the histories, P pairs, R requests, W beams.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from semantide.shared.models.vocabulary import Vocabulary
+
+_GAIN = 8.0  # so that the factors move within the steps of an ordinary learning rate
+
+
+class SeenBias(nn.Module):
+    """One factor per token; they begin at zero, which changes nothing."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(vocabulary.size))
+        self._vocabulary = vocabulary
+
+    def forward(self, counts: Tensor, level: int) -> Tensor:
+        """What to add to the logits of a level.
+
+        Shapes: [..., K] -> [..., K].
+        """
+        return counts.log1p() * (_GAIN * self.weight[self._vocabulary.row(level)])
+
+
+def earlier_counts(codes_TL: Tensor, offsets_B1: Tensor, level: int, num_codes: int) -> Tensor:
+    """For every item of packed sequences, how many earlier ones of its sequence share its codes before ``level`` and have code k there.
+
+    Shapes: [T, L] -> [T, K], float32.
+    """
+    lengths_B = offsets_B1.diff()
+    keys_T = torch.arange(len(lengths_B), device=codes_TL.device).repeat_interleave(lengths_B)
+    for before in range(level):
+        # Ranks instead of products keep the key small whatever the number of levels and codes.
+        keys_T = torch.unique(torch.stack([keys_T, codes_TL[:, before]]), dim=1, return_inverse=True)[1]
+    later_P, earlier_P = _pairs(keys_T)
+    counts_TK = torch.zeros(len(keys_T), num_codes, device=codes_TL.device)
+    counts_TK.view(-1).index_add_(0, later_P * num_codes + codes_TL[earlier_P, level], torch.ones(len(later_P), device=codes_TL.device))
+    return counts_TK
+
+
+def _pairs(keys_T: Tensor) -> tuple[Tensor, Tensor]:
+    """All pairs of places with one key: the later place, and the earlier one."""
+    order_T = torch.argsort(keys_T, stable=True)
+    sizes = torch.unique_consecutive(keys_T[order_T], return_counts=True)[1]
+    starts_T = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    places_T = torch.arange(len(keys_T), device=keys_T.device)
+    ranks_T = places_T - starts_T
+    later_P = places_T.repeat_interleave(ranks_T)
+    first_T = ranks_T.cumsum(0) - ranks_T
+    earlier_P = torch.arange(len(later_P), device=keys_T.device) - (first_T - starts_T).repeat_interleave(ranks_T)
+    return order_T[later_P], order_T[earlier_P]
+
+
+class SeenItems:
+    """The items of a batch of prompts, for counting while beams grow."""
+
+    def __init__(self, tokens_T: Tensor, offsets_R1: Tensor, vocabulary: Vocabulary) -> None:
+        levels, lengths_R = vocabulary.levels, offsets_R1.diff()
+        places_T = torch.arange(len(tokens_T), device=tokens_T.device) - offsets_R1[:-1].repeat_interleave(lengths_R)
+        whole_R = (lengths_R - 1) // levels
+        inside_T = (places_T >= 1) & (places_T <= levels * whole_R.repeat_interleave(lengths_R))
+        firsts_L = torch.tensor([vocabulary.first(level) for level in range(levels)], device=tokens_T.device)
+        codes_IL = tokens_T[inside_T].view(-1, levels) - firsts_L
+        # A prompt may hold tokens that are no item's, for example those of another model's text.
+        valid_I = ((codes_IL >= 0) & (codes_IL < torch.tensor(vocabulary.level_sizes, device=tokens_T.device))).all(1)
+        self._codes_IL = codes_IL[valid_I]
+        self._keys_I = torch.arange(len(lengths_R), device=tokens_T.device).repeat_interleave(whole_R)[valid_I]
+        self._sizes = vocabulary.level_sizes
+        self.prefix_RW = torch.arange(len(lengths_R), device=tokens_T.device)[:, None]
+
+    def extend(self, level: int, parents_RW: Tensor, codes_RW: Tensor) -> None:
+        """Let every beam follow its parent and take a code of ``level``."""
+        self.prefix_RW = self.prefix_RW.gather(1, parents_RW) * self._sizes[level] + codes_RW
+        self._keys_I = self._keys_I * self._sizes[level] + self._codes_IL[:, level]
+
+    def counts(self, level: int) -> Tensor:
+        """How many items share a beam's prefix and have code k at ``level``: [R, W, K], float32."""
+        order_I = torch.argsort(self._keys_I)
+        sorted_I, beams_N = self._keys_I[order_I], self.prefix_RW.flatten()
+        first_N = torch.searchsorted(sorted_I, beams_N)
+        many_N = torch.searchsorted(sorted_I, beams_N, right=True) - first_N
+        rows_P = torch.arange(len(beams_N), device=beams_N.device).repeat_interleave(many_N)
+        places_P = torch.arange(len(rows_P), device=beams_N.device) + (first_N - many_N.cumsum(0) + many_N)[rows_P]
+        num_codes = self._sizes[level]
+        counts = torch.zeros(len(beams_N) * num_codes, device=beams_N.device)
+        counts.index_add_(0, rows_P * num_codes + self._codes_IL[order_I[places_P], level], torch.ones(len(rows_P), device=beams_N.device))
+        return counts.view(*self.prefix_RW.shape, num_codes)
