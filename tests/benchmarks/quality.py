@@ -51,7 +51,7 @@ from semantide.shared.version import code_version
 KS = (5, 10, 50)
 BEAM_WIDTH = 50
 
-_BEAUTY_SHAPE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "tie_word_embeddings": False}
+_BEAUTY_SHAPE = {"seen_bias": True, "num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "tie_word_embeddings": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "beauty": {
         "file": "beauty.seq",
@@ -59,12 +59,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tokenizer": TokenizerConfig(level_sizes=(1024, 64), content_weight=0.7),
         "generator": {
             "generator": {**_BEAUTY_SHAPE, "dropout": 0.2, "embedding_dropout": 0.1, "initializer_range": 0.06},
-            "max_items": 30, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 1.5, "skip_rate": 0.2, "epochs": 26, "patience": 4,
+            "max_items": 30, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "skip_rate": 0.2, "epochs": 26, "patience": 4,
             "evaluate_every": 4, "valid_users": 3000, "warmup_steps": 200,
         },
         "letter": {
-            "generator": {**_BEAUTY_SHAPE, "dropout": 0.15, "embedding_dropout": 0.1, "initializer_range": 0.06},
-            "max_items": 20, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "repeat_weight": 0.5, "skip_rate": 0.15, "epochs": 16, "patience": 4,
+            "generator": {**_BEAUTY_SHAPE, "dropout": 0.2, "embedding_dropout": 0.1, "initializer_range": 0.06},
+            "max_items": 20, "items_per_batch": 768, "learning_rate": 2e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "skip_rate": 0.2, "epochs": 26, "patience": 4,
             "evaluate_every": 4, "valid_users": 2000, "warmup_steps": 200,
         },
         "sasrec": {
@@ -83,7 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "load": public_data.ml_1m,
         "tokenizer": TokenizerConfig(level_sizes=(64, 64), content_weight=0.3, window=5),
         "generator": {
-            "generator": {"num_layers": 3, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "embedding_scale": 4.0, "level_scales": True,
+            "generator": {"seen_bias": True, "num_layers": 3, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "embedding_scale": 4.0, "level_scales": True,
                           "dropout": 0.1, "embedding_dropout": 0.1, "tie_word_embeddings": True, "initializer_range": 0.05},
             "codebook_share": 0.0, "label_smoothing": 0.0, "skip_rate": 0.0, "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "epochs": 9, "patience": 5,
             "evaluate_every": 3, "valid_users": 1000, "warmup_steps": 100,
