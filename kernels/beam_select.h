@@ -137,9 +137,10 @@ static void beam_select(const BeamSelect& a, int64_t request, const double* norm
   }
 
   int64_t kept = best.count;
+  a.dropped[request] = -INFINITY;
   if (kept > width) {
     std::nth_element(best.entries.begin(), best.entries.begin() + width, best.entries.begin() + kept, ranks_before);
-    a.dropped[request] = std::max(a.dropped[request], best.entries[width].score);
+    a.dropped[request] = best.entries[width].score;
     kept = width;
   }
   std::sort(best.entries.begin(), best.entries.begin() + kept, [](const Candidate& x, const Candidate& y) { return x.child < y.child; });
