@@ -115,6 +115,12 @@ class Bench:
         else:
             say(f"  the classic engine does not hold {self.options.floor} requests/s with the {mix} mix: no ratio")
 
+    async def bearable(self, mix: str) -> float:
+        """The rate found for ours, or a guess from lone requests where it was not measured."""
+        if (mix, "ours") not in self.rates:
+            self.rates[mix, "ours"] = 1e3 / percentile_ms(await self.lone("ours", self.bodies(mix, 20, 5)), 50)
+        return max(self.rates[mix, "ours"], self.options.floor)
+
     async def returning(self, prompt_tokens: int) -> None:
         """A user comes back with one new item; another one with the same history comes for the first time."""
         rounds, cold, warm, wrong = self.options.rounds, [], [], 0
@@ -166,7 +172,7 @@ class Bench:
 
     async def swap(self, mix: str) -> None:
         """Half of the rate found, without and with promotions; every answer must be what its model gives."""
-        rate = max(self.rates.get((mix, "ours"), 0.0) / 2, 1.0)
+        rate = await self.bearable(mix) / 2
         count = max(100, int(rate * self.options.seconds * 2))
         bodies = self.bodies(mix, 50, 33)
         right: dict[str, list[Any]] = {}
@@ -195,7 +201,7 @@ class Bench:
 
     async def overload(self, mix: str) -> None:
         """Twice the rate found: what is answered, narrowed, refused; then half of it, to see that it recovers."""
-        rate = max(2 * self.rates.get((mix, "ours"), 0.0), 4.0)
+        rate = 2 * await self.bearable(mix)
         count = max(100, int(rate * self.options.seconds))
         async with Client(self.engines["ours"].url, KEY) as client:
             crowd = await storm(client, self.bodies(mix, count, 4), rate, seed=4)
