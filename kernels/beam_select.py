@@ -153,12 +153,12 @@ def beam_select_native(
     if library is None:
         return beam_select.reference(logits_RWK, nodes_RW, live_R, scores_RW, widths_R, offsets_M1, codes_C, leaves, among_children)
     requests, width, num_codes = logits_RWK.shape
-    logits_RWK = logits_RWK.detach().float().contiguous()
+    logits_RWK = logits_RWK.float().contiguous()
     nodes_RW, live_R, scores_RW, widths_R = nodes_RW.contiguous(), live_R.contiguous(), scores_RW.contiguous(), widths_R.contiguous()
-    room = max(int(widths_R.max()), 1)
+    room = max([1, *widths_R.tolist()])
     parents_RW, codes_RW, nodes_out_RW = (torch.empty(requests, room, dtype=torch.int64) for _ in range(3))
     scores_out_RW, steps_RW = (torch.empty(requests, room, dtype=torch.float64) for _ in range(2))
-    kept_R, dead_ends_R, children_R, visited_R = torch.empty(4, requests, dtype=torch.int64)
+    kept_R, dead_ends_R, children_R, visited_R = (torch.empty_like(live_R) for _ in range(4))
     dropped_R = torch.empty(requests, dtype=torch.float64)
     filtering = (0,) * 8
     if leaves is not None:
@@ -169,18 +169,17 @@ def beam_select_native(
             len(leaves.excluded_E),
         )
     tables = (logits_RWK, nodes_RW, live_R, scores_RW, widths_R, offsets_M1, codes_C)
-    outputs = (parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW, kept_R, dead_ends_R, children_R, visited_R, dropped_R)
-    arguments = native.BeamSelect(
+    chosen = (parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW)
+    outputs = (*chosen, kept_R, dead_ends_R, dropped_R, children_R, visited_R)
+    arguments = native.BEAM_SELECT.pack(
         *(requests, width, room, num_codes, among_children), *(x.data_ptr() for x in tables), *filtering, *(x.data_ptr() for x in outputs)
     )
     if native.call(library, "semantide_beam_select", arguments):
         raise FloatingPointError("logits are not finite numbers")
-    beams = max(int(kept_R.max()), 1)
+    beams = max([1, *kept_R.tolist()])
     if beams < room:
-        parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW = (x[:, :beams].contiguous() for x in outputs[:5])
-    return Selection(
-        parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW, kept_R, dead_ends_R, dropped_R, int(children_R.sum()), int(visited_R.sum())
-    )
+        chosen = (x[:, :beams].contiguous() for x in chosen)
+    return Selection(*chosen, kept_R, dead_ends_R, dropped_R, sum(children_R.tolist()), sum(visited_R.tolist()))
 
 
 def _best(scores_C: Tensor, requests_C: Tensor, widths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:

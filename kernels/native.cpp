@@ -50,8 +50,9 @@ struct BeamSelect {
   int64_t num_excluded;
   int64_t *out_parents, *out_codes, *out_nodes;
   double *out_scores, *out_steps;
-  int64_t *kept, *dead_ends, *children, *visited;
+  int64_t *kept, *dead_ends;
   double* dropped;
+  int64_t *children, *visited;
 };
 
 }  // namespace

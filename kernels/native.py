@@ -7,50 +7,19 @@ import importlib.machinery
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from struct import Struct
 
 import torch
 
-VERSION = 1  # of the structures below; the library names its own
+VERSION = 1  # of the structures' layout; the library names its own
 
 _logger = logging.getLogger(__name__)
 _REBUILD = "build it with `make native`, or install the package again with a C++ compiler present"
 
 
-def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
-    return [(name, kind) for kind, names in groups for name in names.split()]
-
-
-_I, _P = ctypes.c_int64, ctypes.c_void_p
-
-
-class BeamAttention(ctypes.Structure):
-    """Arguments of ``semantide_beam_attention``: ``struct BeamAttention`` of native.cpp."""
-
-    _fields_ = _fields(
-        (_I, "requests width heads groups share size steps own_rows"),
-        (_P, "q"),
-        (_I, "q_request q_beam q_head"),
-        (_P, "prompt_k prompt_v"),
-        (_I, "prompt_k_row prompt_k_head prompt_v_row prompt_v_head"),
-        (_P, "offsets own_k own_v"),
-        (_I, "own_k_row own_k_head own_v_row own_v_head"),
-        (_P, "ancestors out"),
-        (ctypes.c_float, "scale"),
-    )
-
-
-class BeamSelect(ctypes.Structure):
-    """Arguments of ``semantide_beam_select``: ``struct BeamSelect`` of native.cpp."""
-
-    _fields_ = _fields(
-        (_I, "requests width room num_codes among_children"),
-        (_P, "logits nodes live scores widths offsets codes leaf_bounds child_bounds counts"),
-        (_I, "num_leaves"),
-        (_P, "mask_of owners excluded"),
-        (_I, "num_excluded"),
-        (_P, "out_parents out_codes out_nodes out_scores out_steps kept dead_ends children visited dropped"),
-    )
+# Arguments travel as one packed structure: its layout is that of the structure of the same name in native.cpp (q a number, P an address, f a factor).
+BEAM_ATTENTION = Struct("8q P3q 2P4q 3P4q 2P f")
+BEAM_SELECT = Struct("5q 10P q 3P q 10P")
 
 
 @cache
@@ -63,7 +32,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(found[0]))
-        loaded.semantide_version.restype = _I
+        loaded.semantide_version.restype = ctypes.c_int64
         version = int(loaded.semantide_version())
     except (OSError, AttributeError) as error:
         _logger.warning("the C++ kernels in %s cannot be loaded (%s), so the slower torch references run: %s", found[0], error, _REBUILD)
@@ -73,8 +42,8 @@ def library() -> ctypes.CDLL | None:
         return None
     for name in ("semantide_beam_attention", "semantide_beam_select"):
         function = getattr(loaded, name)
-        function.restype, function.argtypes = _I, [_P, _I]
-    loaded.semantide_limit.restype, loaded.semantide_limit.argtypes = _I, [_I]
+        function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int64]
+    loaded.semantide_limit.restype, loaded.semantide_limit.argtypes = ctypes.c_int64, [ctypes.c_int64]
     loaded.semantide_instructions.restype = ctypes.c_char_p
     return loaded
 
@@ -85,8 +54,6 @@ def instructions() -> str | None:
     return None if loaded is None else loaded.semantide_instructions().decode()
 
 
-def call(loaded: ctypes.CDLL, name: str, arguments: ctypes.Structure) -> int:
-    """Run one kernel on as many threads as torch would use; the caller keeps the tensors behind the pointers alive."""
-    return int(getattr(loaded, name)(ctypes.addressof(arguments), torch.get_num_threads()))
-
-
+def call(loaded: ctypes.CDLL, name: str, arguments: bytes) -> int:
+    """Run one kernel on as many threads as torch would use; the caller keeps the tensors behind the addresses alive."""
+    return int(getattr(loaded, name)(arguments, torch.get_num_threads()))

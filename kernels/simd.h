@@ -24,23 +24,21 @@ static inline float total(Floats value) {
   return sum;
 }
 
-// e^x for x <= 0, about 2 units in the last place; below -87 it stays at 1e-38; not-a-number comes out as it went in.
+// e^x for x <= 0 with a relative error of about 1e-7; below -87 it stays near 1e-38; not-a-number comes out as it went in.
+// Source of the polynomial: 2^f on [-1/2, 1/2] fitted for the smallest greatest relative error, 8e-8.
 static inline Floats exponential(Floats x) {
-  const Floats lowest = spread(-87.0f);
+  const Floats lowest = spread(-87.0f), magic = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   x = x < lowest ? lowest : x;
-  const Floats magic = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const Floats shifted = x * 1.44269504f + magic;
-  const Floats whole = shifted - magic;
-  Floats r = x - whole * 0.693359375f;
-  r = r - whole * -2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Ints bits = (reinterpret_cast<const Ints&>(shifted) + (127 - 0x4B400000)) << 23;
-  return p * reinterpret_cast<const Floats&>(bits);
+  const Floats f = x * 1.44269504f - (shifted - magic);
+  Floats p = f * 1.327647152e-3f + 9.675541331e-3f;
+  p = p * f + 5.550713275e-2f;
+  p = p * f + 2.402211972e-1f;
+  p = p * f + 6.931469671e-1f;
+  p = p * f + 1.000000072f;
+  const Ints power = reinterpret_cast<const Ints&>(shifted) << 23;  // of the whole part, on top of the exponent that p has
+  const Ints bits = reinterpret_cast<const Ints&>(p) + power;
+  return reinterpret_cast<const Floats&>(bits);
 }
 
 // Bit i says whether value i is at least the bound; not-a-number is not.

@@ -110,7 +110,7 @@ class Search:
         if level:
             self._dead_ends_R += chosen.dead_ends_R
         self.level += 1
-        if self.level == trie.levels or not bool(chosen.kept_R.any()):
+        if self.level == trie.levels or not any(chosen.kept_R.tolist()):
             return None
         return chosen.parents_RW, chosen.codes_RW
 
