@@ -37,6 +37,18 @@ struct BeamAttention {
   float scale;
 };
 
+struct PrefixAttention {
+  int64_t sequences, heads, groups, share, size;
+  const float* q;
+  int64_t q_row, q_head;
+  const int64_t* new_offsets;
+  const float *k, *v;
+  int64_t k_row, k_head, v_row, v_head;
+  const int64_t* offsets;
+  float* out;
+  float scale;
+};
+
 struct BeamSelect {
   int64_t requests, width, room, num_codes, among_children;
   const float* logits;
@@ -63,6 +75,7 @@ namespace {
 #define TILE_ROWS 4
 #include "simd.h"
 #include "beam_attention.h"
+#include "prefix_attention.h"
 #include "beam_select.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
@@ -83,6 +96,7 @@ namespace {
 #define TILE_ROWS 6
 #include "simd.h"
 #include "beam_attention.h"
+#include "prefix_attention.h"
 #include "beam_select.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
@@ -102,6 +116,7 @@ namespace {
 #define TILE_ROWS 12
 #include "simd.h"
 #include "beam_attention.h"
+#include "prefix_attention.h"
 #include "beam_select.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
@@ -120,15 +135,16 @@ namespace {
 struct Bodies {
   const char* name;
   bool (*beam_attention)(const BeamAttention&, int64_t, int64_t, int64_t, int64_t);
+  void (*prefix_attention)(const PrefixAttention&, int64_t, int64_t, int64_t, int64_t);
   bool (*normalise)(const BeamSelect&, int64_t, double*, float*);
   void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
 };
 
 const Bodies kBodies[] = {
-    {"basic", basic::beam_attention, basic::normalise, basic::beam_select},
+    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise, basic::beam_select},
 #if defined(__x86_64__)
-    {"avx2", avx2::beam_attention, avx2::normalise, avx2::beam_select},
-    {"avx512", avx512::beam_attention, avx512::normalise, avx512::beam_select},
+    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise, avx2::beam_select},
+    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise, avx512::beam_select},
 #endif
 };
 
@@ -151,7 +167,7 @@ const Bodies& bodies() { return kBodies[level.load(std::memory_order_relaxed)]; 
 }  // namespace
 
 // Raised with every change of the structures above, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 1; }
+EXPORT int64_t semantide_version() { return 2; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -178,6 +194,25 @@ EXPORT int64_t semantide_beam_attention(const BeamAttention* given, int64_t thre
     if (!body.beam_attention(a, pair / a.groups, pair % a.groups, begin, std::min(begin + chunk, rows))) failed = 1;
   }
   return failed;
+}
+
+EXPORT int64_t semantide_prefix_attention(const PrefixAttention* given, int64_t threads) {
+  const PrefixAttention& a = *given;
+  struct Task {
+    int64_t sequence, group, begin, end;
+  };
+  std::vector<Task> tasks;
+  for (int64_t sequence = 0; sequence < a.sequences; ++sequence) {
+    const int64_t rows = (a.new_offsets[sequence + 1] - a.new_offsets[sequence]) * a.share;
+    const int64_t chunk = threads > 1 ? std::max<int64_t>(192, (rows / (2 * threads) + 11) / 12 * 12) : rows;
+    for (int64_t group = 0; group < a.groups; ++group)
+      for (int64_t begin = 0; begin < rows; begin += chunk) tasks.push_back({sequence, group, begin, std::min(begin + chunk, rows)});
+  }
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks.size() > 1)
+  for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task)
+    body.prefix_attention(a, tasks[task].sequence, tasks[task].group, tasks[task].begin, tasks[task].end);
+  return 0;
 }
 
 // Returns 0, or 1 where a live beam's logits are not numbers.

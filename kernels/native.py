@@ -11,7 +11,7 @@ from struct import Struct
 
 import torch
 
-VERSION = 1  # of the structures' layout; the library names its own
+VERSION = 2  # of the structures' layout; the library names its own
 
 _logger = logging.getLogger(__name__)
 _REBUILD = "build it with `make native`, or install the package again with a C++ compiler present"
@@ -19,6 +19,7 @@ _REBUILD = "build it with `make native`, or install the package again with a C++
 
 # Arguments travel as one packed structure: its layout is that of the structure of the same name in native.cpp (q a number, P an address, f a factor).
 BEAM_ATTENTION = Struct("8q P3q 2P4q 3P4q 2P f")
+PREFIX_ATTENTION = Struct("5q P2q 3P4q 2P f")
 BEAM_SELECT = Struct("5q 10P q 3P q 10P")
 
 
@@ -40,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     if version != VERSION:
         _logger.warning("the C++ kernels in %s are of version %d, not %d, so the slower torch references run: %s", found[0], version, VERSION, _REBUILD)
         return None
-    for name in ("semantide_beam_attention", "semantide_beam_select"):
+    for name in ("semantide_beam_attention", "semantide_prefix_attention", "semantide_beam_select"):
         function = getattr(loaded, name)
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int64]
     loaded.semantide_limit.restype, loaded.semantide_limit.argtypes = ctypes.c_int64, [ctypes.c_int64]

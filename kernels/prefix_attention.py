@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semantide.kernels import native
+from semantide.kernels.attention import jagged_attention
 from semantide.kernels.dispatch import kernel
 
 
@@ -34,21 +36,42 @@ def prefix_attention(q_NHD: Tensor, new_offsets_B1: Tensor, k_TGD: Tensor, v_TGD
     return torch.cat(outputs)
 
 
-@prefix_attention.register("cuda")
 @prefix_attention.register("cpu")
+def prefix_attention_native(q_NHD: Tensor, new_offsets_B1: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor) -> Tensor:
+    """One pass over each sequence's keys in C++; other types than float32, and gradients, take the torch way."""
+    tensors = (q_NHD, k_TGD, v_TGD)
+    library = native.library()
+    if library is None or any(x.dtype != torch.float32 for x in tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return prefix_attention_fused(q_NHD, new_offsets_B1, k_TGD, v_TGD, offsets_B1)
+    new, whole = _bounds(new_offsets_B1, offsets_B1)
+    if q_NHD.shape[1] % k_TGD.shape[1] or k_TGD.shape != v_TGD.shape or q_NHD.shape[2] != k_TGD.shape[2]:
+        raise ValueError(f"queries {tuple(q_NHD.shape)}, keys {tuple(k_TGD.shape)}, values {tuple(v_TGD.shape)}: give query heads a multiple of key heads")
+    if (new[-1][1], whole[-1][1]) != (len(q_NHD), len(k_TGD)) if new else len(q_NHD) + len(k_TGD):
+        raise ValueError(f"offsets do not cover {len(q_NHD)} queries and {len(k_TGD)} keys: let each last offset be the number of rows")
+    q_NHD, k_TGD, v_TGD = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    new_offsets_B1, offsets_B1 = new_offsets_B1.long().contiguous(), offsets_B1.long().contiguous()
+    (_, heads, size), groups = q_NHD.shape, k_TGD.shape[1]
+    out_NHD = torch.empty(q_NHD.shape)
+    arguments = native.PREFIX_ATTENTION.pack(
+        *(len(new), heads, groups, heads // groups, size, q_NHD.data_ptr(), *q_NHD.stride()[:2], new_offsets_B1.data_ptr()),
+        *(k_TGD.data_ptr(), v_TGD.data_ptr(), *k_TGD.stride()[:2], *v_TGD.stride()[:2]),
+        *(offsets_B1.data_ptr(), out_NHD.data_ptr(), 1 / math.sqrt(size)),
+    )
+    native.call(library, "semantide_prefix_attention", arguments)
+    return out_NHD
+
+
+@prefix_attention.register("cuda")
 def prefix_attention_fused(q_NHD: Tensor, new_offsets_B1: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor) -> Tensor:
     """One fused attention per sequence; the heads that share keys are rows of one product, so keys are not repeated."""
+    bounds = _bounds(new_offsets_B1, offsets_B1)
+    if bounds[0] == bounds[1]:  # knowing that it is causal saves half the products
+        return jagged_attention(q_NHD, k_TGD, v_TGD, offsets_B1)
     outputs = [q_NHD[:0]]
     share = q_NHD.shape[1] // k_TGD.shape[1]
-    for (new_begin, new_end), (begin, end) in zip(*_bounds(new_offsets_B1, offsets_B1), strict=True):
+    for (new_begin, new_end), (begin, end) in zip(*bounds, strict=True):
         new, whole = new_end - new_begin, end - begin
         k_1GtD, v_1GtD = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (k_TGD, v_TGD))
-        if new == whole:  # knowing that it is causal saves half the products
-            q_1HnD = q_NHD[new_begin:new_end].transpose(0, 1).unsqueeze(0)
-            if share > 1:
-                k_1GtD, v_1GtD = k_1GtD.repeat_interleave(share, 1), v_1GtD.repeat_interleave(share, 1)
-            outputs.append(F.scaled_dot_product_attention(q_1HnD, k_1GtD, v_1GtD, is_causal=True)[0].transpose(0, 1))
-            continue
         q_1GmD = q_NHD[new_begin:new_end].unflatten(1, (-1, share)).permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0)
         mask_mt = _visible(new, whole, q_NHD.device).repeat(share, 1) if new > 1 else None
         o_1GmD = F.scaled_dot_product_attention(q_1GmD, k_1GtD, v_1GtD, attn_mask=mask_mt)

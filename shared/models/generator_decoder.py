@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from semantide.kernels.attention import beam_attention, jagged_attention
+from semantide.kernels.attention import beam_attention
 from semantide.kernels.prefix_attention import prefix_attention
 from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.decoding.kv_pool import KVLease
@@ -168,10 +168,7 @@ class GeneratorDecoder:
         for layer, (k_TGd, v_TGd) in zip(layers[:-1], state.prompt_L2TGd, strict=False):
             q_NHd, k_NGd, v_NGd = layer.project(x_ND, cos_N1d, sin_N1d)
             k_TGd[new_N], v_TGd[new_N] = k_NGd, v_NGd
-            if new_offsets_R1 is offsets_R1:
-                o_NHd = jagged_attention(q_NHd, k_NGd, v_NGd, offsets_R1)
-            else:
-                o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_TGd, v_TGd, offsets_R1)
+            o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_TGd, v_TGd, offsets_R1)
             x_ND = layer.finish(x_ND, o_NHd)
         k_TGd, v_TGd = state.prompt_L2TGd[-1]
         k_TGd[new_N], v_TGd[new_N] = layers[-1].keys_values(x_ND, cos_N1d, sin_N1d)

@@ -26,6 +26,30 @@ def test_the_last_places_attend_as_in_the_whole_sequence(lengths: list[tuple[int
         torch.testing.assert_close(function(q[last], offsets_of(new), k, v, offsets), expected)
 
 
+LENGTHS = [(0, 0), (0, 1), (63, 1), (64, 1), (0, 64), (0, 65), (1, 130), (70, 3), (127, 129), (200, 0)]
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (8, 1)])
+@pytest.mark.parametrize("size", [4, 32, 40])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_of_keys_and_tiles_of_rows_leave_no_seam(heads: tuple[int, int], size: int, threads: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    whole, new = [old + fresh for old, fresh in LENGTHS], [fresh for _, fresh in LENGTHS]
+    q, k, v = (torch.randn(rows, h, size, generator=generator) for rows, h in ((sum(new), heads[0]), (sum(whole), heads[1]), (sum(whole), heads[1])))
+    k *= 5  # sharp: the running maximum changes from block to block
+    expected = prefix_attention.reference(q.double(), offsets_of(new), k.double(), v.double(), offsets_of(whole)).float()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            wider = torch.randn(sum(whole), 2, heads[1], size, generator=generator)
+            wider[:, 0] = k
+            for keys in (k, wider[:, 0]):  # rows with a gap between them, too
+                torch.testing.assert_close(prefix_attention(q, offsets_of(new), keys, v, offsets_of(whole)), expected, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_gradcheck_of_the_reference() -> None:
     q, k, v = (torch.randn(rows, heads, 3, dtype=torch.float64, requires_grad=True) for rows, heads in ((3, 4), (7, 2), (7, 2)))
     assert torch.autograd.gradcheck(lambda q, k, v: prefix_attention.reference(q, offsets_of([1, 2]), k, v, offsets_of([4, 3])), (q, k, v))
