@@ -49,6 +49,26 @@ struct PrefixAttention {
   float scale;
 };
 
+struct NormaliseRows {
+  int64_t rows, size, x_row;
+  const float *x, *weight;
+  float* out;
+  float eps;
+};
+
+struct TurnRows {
+  int64_t rows, heads, size, x_row, x_head;
+  const float *x, *weight, *cosine, *sine;  // weight is null without a normalisation
+  float* out;
+  float eps;
+};
+
+struct GateRows {
+  int64_t rows;  // of one number each
+  const float *gate, *up;
+  float* out;
+};
+
 struct BeamSelect {
   int64_t requests, width, room, num_codes, among_children;
   const float* logits;
@@ -77,6 +97,7 @@ namespace {
 #include "beam_attention.h"
 #include "prefix_attention.h"
 #include "beam_select.h"
+#include "rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -98,6 +119,7 @@ namespace {
 #include "beam_attention.h"
 #include "prefix_attention.h"
 #include "beam_select.h"
+#include "rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -118,6 +140,7 @@ namespace {
 #include "beam_attention.h"
 #include "prefix_attention.h"
 #include "beam_select.h"
+#include "rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -136,15 +159,18 @@ struct Bodies {
   const char* name;
   bool (*beam_attention)(const BeamAttention&, int64_t, int64_t, int64_t, int64_t);
   void (*prefix_attention)(const PrefixAttention&, int64_t, int64_t, int64_t, int64_t);
+  void (*normalise_rows)(const NormaliseRows&, int64_t, int64_t);
+  void (*turn_rows)(const TurnRows&, int64_t, int64_t);
+  void (*gate_rows)(const GateRows&, int64_t, int64_t);
   bool (*normalise)(const BeamSelect&, int64_t, double*, float*);
   void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
 };
 
 const Bodies kBodies[] = {
-    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise, basic::beam_select},
+    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select},
 #if defined(__x86_64__)
-    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise, avx2::beam_select},
-    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise, avx512::beam_select},
+    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select},
+    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select},
 #endif
 };
 
@@ -163,6 +189,15 @@ const int kBest = best_level();
 std::atomic<int> level{kBest};
 
 const Bodies& bodies() { return kBodies[level.load(std::memory_order_relaxed)]; }
+
+// Rows by themselves, cut among the threads where there are enough numbers to pay for it.
+template <typename Arguments>
+int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Arguments& a, int64_t numbers, int64_t threads) {
+  const int64_t parts = std::max<int64_t>(1, std::min(threads, numbers / 16384));
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(parts)) if (parts > 1)
+  for (int64_t part = 0; part < parts; ++part) body(a, a.rows * part / parts, a.rows * (part + 1) / parts);
+  return 0;
+}
 
 }  // namespace
 
@@ -214,6 +249,12 @@ EXPORT int64_t semantide_prefix_attention(const PrefixAttention* given, int64_t 
     body.prefix_attention(a, tasks[task].sequence, tasks[task].group, tasks[task].begin, tasks[task].end);
   return 0;
 }
+
+EXPORT int64_t semantide_normalise_rows(const NormaliseRows* a, int64_t threads) { return by_rows(bodies().normalise_rows, *a, a->rows * a->size, threads); }
+
+EXPORT int64_t semantide_turn_rows(const TurnRows* a, int64_t threads) { return by_rows(bodies().turn_rows, *a, a->rows * a->heads * a->size, threads); }
+
+EXPORT int64_t semantide_gate_rows(const GateRows* a, int64_t threads) { return by_rows(bodies().gate_rows, *a, a->rows * 4, threads); }
 
 // Returns 0, or 1 where a live beam's logits are not numbers.
 EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from semantide.kernels.attention import jagged_attention
 from semantide.kernels.dropout import dropout
+from semantide.kernels.gating import silu_product
 from semantide.kernels.normalisation import rms_norm
-from semantide.kernels.rotary import rotate
+from semantide.kernels.rotary import norm_rotate
 from semantide.shared.models.seen_bias import SeenBias
 from semantide.shared.models.vocabulary import Layout, Vocabulary
 
@@ -107,12 +108,17 @@ class Attention(nn.Module):
 
     def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
         """Queries [T, H, d]."""
-        return rotate(self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))), cos_T1d, sin_T1d)
+        return self._turn(self.q_proj(x_TD), self.q_norm, cos_T1d, sin_T1d)
 
     def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, G, d]."""
-        k_TGd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
-        return rotate(k_TGd, cos_T1d, sin_T1d), self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        return self._turn(self.k_proj(x_TD), self.k_norm, cos_T1d, sin_T1d), self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+
+    def _turn(self, x: Tensor, norm: nn.Module, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+        x_THd = x.unflatten(-1, (-1, self.head_dim))
+        if isinstance(norm, RMSNorm):
+            return norm_rotate(x_THd, norm.weight, cos_T1d, sin_T1d, norm.eps)
+        return norm_rotate(x_THd, None, cos_T1d, sin_T1d)
 
     def output(self, o_THd: Tensor) -> Tensor:
         """Heads back to the hidden size."""
@@ -131,7 +137,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Feature mixing at each place."""
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
         return y
 
 
