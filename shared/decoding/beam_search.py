@@ -124,7 +124,7 @@ class Search:
         if logits.dim() == 3:
             return logits
         if len(logits) == self._nodes_RW.numel():
-            return logits.unflatten(0, self._nodes_RW.shape)
+            return logits.view(*self._nodes_RW.shape, -1)
         table_RWK = logits.new_empty(*self._nodes_RW.shape, logits.shape[1])
         table_RWK[torch.arange(table_RWK.shape[1], device=logits.device) < self._live_R[:, None]] = logits
         return table_RWK

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -67,8 +69,8 @@ def test_a_window_is_the_end_of_the_history_and_at_least_three_quarters_full(ite
 def test_full_windows_mostly_begin_with_the_same_item() -> None:
     rows = np.random.default_rng(0).integers(0, 10**6, 1000)
     begins = [end - len(history_window(rows[:end], 100)) for end in range(100, 1000)]
-    assert all(later >= earlier for earlier, later in zip(begins, begins[1:], strict=False))
-    moved = sum(later != earlier for earlier, later in zip(begins, begins[1:], strict=False))
+    assert all(later >= earlier for earlier, later in itertools.pairwise(begins))
+    moved = sum(later != earlier for earlier, later in itertools.pairwise(begins))
     assert moved / len(begins) < 0.12
     with pytest.raises(ValueError, match="max_items is 0"):
         history_window(rows, 0)
