@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from semantide.services.serving.ticket import A, Lease, P, Q, Stages, Ticket
+from semantide.services.serving.ticket import A, P, Q, Stages, Ticket
+from semantide.shared.decoding.kv_pool import KVLease
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Admission(Generic[Q, P, A]):
         self._heap, self.rows = [], 0
         return left
 
-    def take(self, now: float) -> tuple[list[Ticket[Q, P, A]], list[Lease]] | None:
+    def take(self, now: float) -> tuple[list[Ticket[Q, P, A]], list[KVLease]] | None:
         """The next group and its memory: None where there is no memory for the most urgent one, an empty group where nobody was left to be taken."""
         bounds = self._bounds
         taken: list[Ticket[Q, P, A]] = []
-        leases: list[Lease] = []
+        leases: list[KVLease] = []
         passed: list[tuple[float, int, Ticket[Q, P, A]]] = []
         beams = tokens = 0
         short = False

@@ -18,9 +18,13 @@ import torch
 
 from semantide.services.serving.bundle import Bundle, Unavailable
 from semantide.services.serving.narrowing import narrowed_width
-from semantide.services.serving.ticket import Lease, Mark, SearchAgain
-from semantide.shared.decoding.beam_search import Hits, Search
+from semantide.services.serving.registry import Pair
+from semantide.services.serving.ticket import Mark, SearchAgain
+from semantide.shared.decoding.beam_search import Hits
+from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.decoding.search_trie import ItemFilter
+from semantide.shared.models.generator_decoder import PromptKV
+from semantide.shared.models.prompt_cache import history_window
 from semantide.shared.trie import IntArray
 
 _SEARCHES = 3  # of one query whose items vanish while it runs
@@ -36,6 +40,7 @@ class Query:
 
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
     ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
+    ``user`` is whose prompt may be kept for the next time; None: nobody's.
     """
 
     history: tuple[str, ...] = ()
@@ -46,6 +51,7 @@ class Query:
     categories_all: tuple[str, ...] = ()
     variety: float = 0.0
     seed: int = 0
+    user: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,14 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Items of one query, best first.
+    """Items of one query, best first, and the model and catalog that gave them.
 
     ``width`` beams were used; ``requested_width`` would have been, had the search not been narrowed under load.
     ``complete`` says that the list is certainly the exact top of the allowed catalog; ``short_reason`` says why it is shorter than n, if it is.
     """
 
     items: tuple[Recommendation, ...]
+    pair: Pair
     width: int
     requested_width: int
     history_items: int
@@ -87,6 +94,8 @@ class Answer:
 class Prepared:
     """A query against one bundle, with all that does not change with the moment: its prompt, its width, what it leaves out.
 
+    ``kept`` is the user's last prompt, of which ``tokens`` are not in common with this one.
+
     Shapes: ``prompt`` [T].
     """
 
@@ -96,14 +105,30 @@ class Prepared:
     excluded: IntArray
     width: int
     known: int
+    kept: PromptKV | None = None
+    tokens: int = 0
     searches: int = 0
 
     @classmethod
     def of(cls, bundle: Bundle, query: Query) -> Prepared:
-        """Look up a query's items and spell its history."""
+        """Look up a query's items, spell its history, and find what is kept of the user."""
         rows = bundle.rows(query.history)
-        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[rows[max(0, len(rows) - bundle.max_history_items) :]])
-        return cls(bundle, query, prompt, bundle.rows(query.excluded), effective_width(query, len(bundle.trie)), len(rows))
+        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[history_window(rows, bundle.max_history_items)])
+        width = effective_width(query, len(bundle.trie))
+        kept = bundle.prompts.get(query.user) if query.user is not None else None
+        # The last token is always read, whatever is kept.
+        common = min(kept.common_tokens(torch.as_tensor(prompt, device=kept.tokens_t.device)), len(prompt) - 1) if kept is not None else 0
+        return cls(bundle, query, prompt, bundle.rows(query.excluded), width, len(rows), kept, len(prompt) - common)
+
+    @property
+    def history_items(self) -> int:
+        """Items that the prompt spells."""
+        return len(self.prompt) // self.bundle.vocabulary.levels
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that it will hold at most."""
+        return self.bundle.model.kv_bytes(len(self.prompt), self.width)
 
     @property
     def family(self) -> object:
@@ -116,14 +141,9 @@ class Prepared:
         return -(-self.width * max(max(self.bundle.vocabulary.level_sizes), _FULL_ROW) // _FULL_ROW)
 
     @property
-    def tokens(self) -> int:
-        """What the prefill reads."""
-        return len(self.prompt)
-
-    @property
     def rows(self) -> int:
         """Rows that go through the model in all rounds."""
-        return len(self.prompt) + (self.bundle.trie.levels - 1) * self.width
+        return self.tokens + (self.bundle.trie.levels - 1) * self.width
 
     def narrowed(self, share: float) -> int:
         """Its width when searches get this share of what they ask for; n items come back all the same."""
@@ -142,7 +162,7 @@ class Group:
         unavailable: Callable[[], Unavailable],
         clock: Callable[[], float],
         *,
-        leases: Sequence[Lease] = (),
+        leases: Sequence[KVLease] = (),
         share: float = 1.0,
         on_end: Callable[[Group], None] = lambda _: None,
     ) -> None:
@@ -168,14 +188,12 @@ class Group:
                 bundle.trie, [c for c in counts if c is not None], [place[id(mask)] for mask in masks], [request.excluded for request in requests]
             )
             self._allowed = list(node_filter.allowed)
-        self._search = Search(bundle.trie, self.widths, node_filter)
-        self._offsets = np.cumsum([0, *(len(request.prompt) for request in requests)])
-        self._tokens = np.concatenate([request.prompt for request in requests])
+        self._search = bundle.search(bundle.trie, self.widths, node_filter)
         self._mark("compose", start)
 
     def next_rows(self) -> int:
         """Rows that the next round puts through the model."""
-        return sum(self._search.counts) if self._search.level else len(self._tokens)
+        return sum(self._search.counts) if self._search.level else sum(request.tokens for request in self.requests)
 
     @torch.inference_mode()
     def advance(self) -> bool:
@@ -187,7 +205,10 @@ class Group:
         start = self._clock()
         if level == 0:
             device = self._bundle.trie.device
-            logits, self._state = model.begin(torch.as_tensor(self._tokens, device=device), torch.as_tensor(self._offsets, device=device))
+            tokens_T = torch.as_tensor(np.concatenate([request.prompt for request in self.requests]), device=device)
+            offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
+            kept = [request.kept for request in self.requests]
+            logits, self._state = model.begin(tokens_T, offsets_R1, kept if any(kept) else None, self._leases or None)
             start = self._mark("prefill", start)
         else:
             assert self._extension is not None, "advanced past the end"
@@ -196,7 +217,6 @@ class Group:
         self._extension = search.select(logits)
         if self._extension is None:
             self.hits = search.hits()
-            self._state = None
         self._mark("select", start)
         return self._extension is not None
 
@@ -204,14 +224,14 @@ class Group:
     def keep(self, places: Sequence[int]) -> None:
         """Go on with these queries only; the memory of the others is free at once."""
         gone = set(range(len(self.requests))) - set(places)
-        if self._search.level:
+        self._search.keep(places)
+        if self._extension is not None:
             self._bundle.model.keep(self._state, places)
-            self._search.keep(places)
-            if self._extension is not None:
-                width = max(self._search.counts)
-                parents_RW, codes_RW = self._extension
-                self._extension = parents_RW[list(places), :width], codes_RW[list(places), :width]
-        self.requests, self.widths, self._allowed = ([each[place] for place in places] for each in (self.requests, self.widths, self._allowed))
+            width = max(self._search.counts)
+            parents_RW, codes_RW = self._extension
+            self._extension = parents_RW[list(places), :width], codes_RW[list(places), :width]
+        self.requests = [self.requests[place] for place in places]
+        self.widths, self._allowed = [self.widths[place] for place in places], [self._allowed[place] for place in places]
         for place in gone:
             if self._leases:
                 self._leases[place].release()
@@ -232,9 +252,10 @@ class Group:
             recommendations = _recommendations(bundle, hits, place, places)
             found = Answer(
                 items=recommendations,
+                pair=bundle.pair,
                 width=self.widths[place],
                 requested_width=request.width,
-                history_items=min(request.known, bundle.max_history_items),
+                history_items=request.history_items,
                 unknown_history_items=len(request.query.history) - request.known,
                 complete=places == list(range(len(places))) and hits.complete(place, request.query.n),
                 dead_ends=int(hits.dead_ends_R[place]),
@@ -246,7 +267,15 @@ class Group:
                 answers.append(SearchAgain())
             else:
                 answers.append(_without(found, after, withdrawn) if withdrawn else found)
+        self._remember()
         return answers
+
+    def _remember(self) -> None:
+        """Keep the users' prompts for the next time."""
+        prompts = self._bundle.prompts
+        for place, request in enumerate(self.requests):
+            if request.query.user is not None and prompts.budget_bytes:
+                prompts.put(request.query.user, self._state.prompt_kv(place), self._state.read_R[place])
 
     def close(self) -> None:
         """Let go of the model's state and give all memory back."""

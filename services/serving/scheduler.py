@@ -25,7 +25,8 @@ from typing import Generic
 from semantide.services.serving.admission import Admission, GroupBounds
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pace import Pace
-from semantide.services.serving.ticket import A, Lease, P, Passage, Q, Run, SearchAgain, Stages, Ticket, Watcher
+from semantide.services.serving.ticket import A, P, Passage, Q, Run, SearchAgain, Stages, Ticket, Watcher
+from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.errors import TransientError
 
 _PATIENCE = 4.0  # how many times its own duration a request lets others pass
@@ -44,7 +45,7 @@ class _Group(Generic[Q, P, A]):
 
     run: Run[A]
 
-    def __init__(self, tickets: list[Ticket[Q, P, A]], leases: list[Lease], urgency: float) -> None:
+    def __init__(self, tickets: list[Ticket[Q, P, A]], leases: list[KVLease], urgency: float) -> None:
         self.tickets, self.leases, self.urgency = tickets, leases, urgency
         self.requests = len(tickets)
         self.rows_left = sum(ticket.work.rows for ticket in tickets)

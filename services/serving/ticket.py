@@ -7,6 +7,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from semantide.shared.decoding.kv_pool import KVLease
+
 Mark = tuple[str, float, float]
 """A stage, and when it began and ended by the scheduler's clock."""
 
@@ -29,6 +31,7 @@ class Prepared(Protocol):
 
 
 Q = TypeVar("Q")
+Q_contra = TypeVar("Q_contra", contravariant=True)
 P = TypeVar("P", bound=Prepared)
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -44,14 +47,6 @@ class Passage:
     def seconds(self, *stages: str) -> float:
         """Time spent in these stages."""
         return sum(end - start for stage, start, end in self.marks if stage in stages)
-
-
-class Lease(Protocol):
-    """Memory set aside for one request."""
-
-    def release(self) -> None:
-        """Give it back; a second time changes nothing."""
-        ...
 
 
 class SearchAgain:
@@ -84,21 +79,21 @@ class Run(Protocol[A_co]):
         ...
 
 
-class Stages(Protocol[Q, P, A_co]):
+class Stages(Protocol[Q_contra, P, A_co]):
     """The work that is scheduled."""
 
-    def assemble(self, queries: Sequence[Q]) -> Sequence[P | Exception]:
+    def assemble(self, queries: Sequence[Q_contra]) -> Sequence[P | Exception]:
         """Look up what the requests need, or say what is wrong with one."""
         ...
 
-    def admit(self, request: P) -> Lease | None:
+    def admit(self, request: P) -> KVLease | None:
         """Set memory aside for a request; None where there is too little as long as others run.
 
         Raises: what a request should be told that can never be admitted.
         """
         ...
 
-    def begin(self, requests: Sequence[P], leases: Sequence[Lease], share: float) -> Run[A_co]:
+    def begin(self, requests: Sequence[P], leases: Sequence[KVLease], share: float) -> Run[A_co]:
         """Make a group of admitted requests; each gets ``share`` of its width. The run gives the leases back."""
         ...
 
