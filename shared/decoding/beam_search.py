@@ -156,7 +156,7 @@ class Search:
         """Go on with these requests of the batch only, in this order."""
         kept = torch.tensor(list(requests), dtype=torch.int64, device=self._trie.device)
         self.counts = tuple(self.counts[request] for request in requests)
-        width = max(self.counts, default=1)
+        width = max(1, *self.counts)
         self._origin_R, self._widths_R = self._origin_R[kept], self._widths_R[kept]
         self._dead_ends_R, self._dropped_R = self._dead_ends_R[kept], self._dropped_R[kept]
         self._nodes_RW, self._live_RW = self._nodes_RW[kept, :width], self._live_RW[kept, :width]
