@@ -262,7 +262,7 @@ def test_a_group_that_everybody_left_is_dropped(started):
 
 @pytest.mark.parametrize("stage", ["assemble", "begin", "round 0", "round 2"])
 def test_one_bad_request_fails_alone(started, stage):
-    gate, stages, scheduler, first = held(started)
+    gate, _, scheduler, first = held(started)
     futures = [scheduler.submit(Job(name, fails=stage if name == "bad" else "")) for name in ("x", "bad", "y")]
     wait_until(lambda: len(scheduler._ready) == (2 if stage == "assemble" else 3))
     gate.open()
