@@ -27,7 +27,7 @@ def test_codes_with_like_vectors_begin_alike_and_the_scale_stays(tied: bool) -> 
     assert cosine(after[1], after[2]) > 0.6 > cosine(after[1], after[5])
     assert abs(after[1:41].std() / before[1:41].std() - 1) < 0.15
     assert torch.equal(after[41:], before[41:]) and torch.equal(after[0], before[0])
-    assert torch.equal(generator.head_VD, after)
+    assert torch.equal(generator.head_VD[1:], after[1:])
 
 
 def test_codebooks_come_from_the_catalogs_tokenizer(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_codes_are_added_behind_a_checkpoints_own_tokens(tmp_path: Path, tied: b
         torch.testing.assert_close(
             kept.eval().all_logits(kept(tokens, torch.tensor([0, 4])))[:, :30], source.eval().all_logits(source(tokens, torch.tensor([0, 4])))
         )
-    assert abs(float(kept.model.embed_tokens.weight[30:].mean()) - 0.3) < 0.05
+    assert abs(float(kept.model.embed_tokens.weight.detach()[30:].mean()) - 0.3) < 0.05
     alone, _ = begin_at_checkpoint(tmp_path, shape, (6, 4), False, seed=1)
     assert alone.config.vocab_size == 11 and torch.equal(alone.model.embed_tokens.weight[0], source.model.embed_tokens.weight[5])
     assert torch.equal(alone.head_VD[1:], kept.head_VD[30:])

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -93,7 +94,7 @@ def test_evaluation_puts_popularity_sasrec_and_the_generator_side_by_side(make_j
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("keep_text", [False, True])
 def test_a_qwen_checkpoint_is_trained_further_and_its_shorter_weights_are_measured(
-    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path, keep_text: bool, monkeypatch: pytest.MonkeyPatch
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path, keep_text: bool
 ) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -102,8 +103,7 @@ def test_a_qwen_checkpoint_is_trained_further_and_its_shorter_weights_are_measur
     Qwen2ForCausalLM(Qwen2Config(vocab_size=50, use_sliding_window=False, **shape)).save_pretrained(tmp_path / "language")  # type: ignore[arg-type]
     config = {**QUICK, "checkpoint": str(tmp_path / "language"), "keep_text": keep_text, "learning_rate": 3e-3}
     with pytest.raises(BadData, match="outside the folders"):
-        run(make_job("train", recipe="pretrained", config=config, inputs=inputs))
-    monkeypatch.setattr("semantide.shared.config.Settings.import_folders", [tmp_path.resolve()])
+        run(make_job("train", recipe="pretrained", config={**config, "checkpoint": str(Path(__file__).parent)}, inputs=inputs))
     with pytest.raises(BadData, match="--set checkpoint=FOLDER"):
         run(make_job("train", recipe="pretrained", config=QUICK, inputs=inputs))
     model = run(make_job("train", recipe="pretrained", config=config, inputs=inputs)).artifacts["model"]
