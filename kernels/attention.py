@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -88,6 +89,19 @@ def beam_attention(
         merged_WGgD = merge_attention(prompt_WGgD, prompt_WGgT.logsumexp(-1), own_WGgD, own_WGgS.logsumexp(-1))
         outputs.append(merged_WGgD.flatten(1, 2).unsqueeze(0))
     return torch.cat(outputs)
+
+
+@beam_attention.register("cuda")
+def beam_attention_cuda(
+    q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
+) -> Tensor:
+    """One Triton launch for all requests; without Triton, or where gradients are wanted, batched by length."""
+    tensors = (q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD)
+    if find_spec("triton") is None or q_RWHD.dtype == torch.float64 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return beam_attention_by_length(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
+    from semantide.kernels.triton_attention import beam_attention_triton
+
+    return beam_attention_triton(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
 
 
 @beam_attention.register("cpu")

@@ -160,7 +160,7 @@ def beam_select_native(
     scores_out_RW, steps_RW = (torch.empty(requests, room, dtype=torch.float64) for _ in range(2))
     kept_R, dead_ends_R, children_R, visited_R = (torch.empty_like(live_R) for _ in range(4))
     dropped_R = torch.empty(requests, dtype=torch.float64)
-    filtering = (0,) * 8
+    filtering: tuple[int, ...] = (0,) * 8
     if leaves is not None:
         filtering = (
             *(x.data_ptr() for x in (leaves.node_bounds_M1, leaves.child_bounds_C1, leaves.counts_BN1)),
@@ -169,8 +169,7 @@ def beam_select_native(
             len(leaves.excluded_E),
         )
     tables = (logits_RWK, nodes_RW, live_R, scores_RW, widths_R, offsets_M1, codes_C)
-    chosen = (parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW)
-    outputs = (*chosen, kept_R, dead_ends_R, dropped_R, children_R, visited_R)
+    outputs = (parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW, kept_R, dead_ends_R, dropped_R, children_R, visited_R)
     arguments = native.BEAM_SELECT.pack(
         *(requests, width, room, num_codes, among_children), *(x.data_ptr() for x in tables), *filtering, *(x.data_ptr() for x in outputs)
     )
@@ -178,8 +177,9 @@ def beam_select_native(
         raise FloatingPointError("logits are not finite numbers")
     beams = max([1, *kept_R.tolist()])
     if beams < room:
-        chosen = (x[:, :beams].contiguous() for x in chosen)
-    return Selection(*chosen, kept_R, dead_ends_R, dropped_R, sum(children_R.tolist()), sum(visited_R.tolist()))
+        parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW = (x[:, :beams].contiguous() for x in outputs[:5])
+    children, visited = sum(children_R.tolist()), sum(visited_R.tolist())
+    return Selection(parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW, kept_R, dead_ends_R, dropped_R, children, visited)
 
 
 def _best(scores_C: Tensor, requests_C: Tensor, widths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
