@@ -69,6 +69,8 @@ class Search:
         device, requests = trie.device, len(widths)
         self.level = 0
         self.candidates = 0
+        self.counts: tuple[int, ...] = (1,) * requests
+        self._origin_R = torch.arange(requests, device=device)  # the filter's numbers of the requests
         self._widths_R = torch.tensor([min(width, len(trie)) for width in widths], dtype=torch.int64, device=device)
         self._nodes_RW = torch.zeros(requests, 1, dtype=torch.int64, device=device)
         self._live_RW = torch.ones(requests, 1, dtype=torch.bool, device=device)
@@ -80,15 +82,12 @@ class Search:
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
         """Take the logits of this level, keep the best children, and say how the beams go on: parents and codes [R, W], or None at the end.
 
-        Shapes: ``logits`` [R, K] at level 0, else [R, W, K] for the beams of the last answer.
+        Shapes: ``logits`` [R, K] at level 0, else [R, W, K] for the beams of the last answer, or [B, K] for the real ones among them.
 
         Raises: PermanentError where the model's logits are not numbers.
         """
         trie, level = self._trie, self.level
-        if logits.dim() == 2:
-            logits = logits[:, None, :]
-        requests, width, num_codes = logits.shape
-        assert (requests, width) == self._nodes_RW.shape, (logits.shape, self._nodes_RW.shape)
+        (requests, width), num_codes = self._nodes_RW.shape, logits.shape[-1]
         if num_codes < trie.num_codes[level]:
             raise ValueError(
                 f"the model has {num_codes} codes at level {level} and the catalog uses {trie.num_codes[level]}: use the catalog the model was trained for"
@@ -104,19 +103,21 @@ class Search:
         children_C = torch.arange(len(positions_C), device=trie.device) + (first_B - starts_B)[positions_C]
         self.candidates += len(children_C)
 
-        logits_NK = logits.reshape(requests * width, num_codes)
+        rows_BK = logits if logits.dim() == 2 else logits.reshape(requests * width, num_codes)
+        if logits.dim() != 2 and len(beams_B) != len(rows_BK):
+            rows_BK = rows_BK[beams_B]
+        assert len(rows_BK) == len(beams_B), (logits.shape, self.counts)
         if self._normalisation == "row":
-            rows_BK = logits_NK if len(beams_B) == len(logits_NK) else logits_NK[beams_B]
             norms_B = torch.logsumexp(rows_BK.float(), 1).double()
         else:
-            norms_B = _segment_logsumexp(logits_NK[beams_B[positions_C], trie.tokens[level][children_C]].double(), positions_C, len(beams_B))
+            norms_B = _segment_logsumexp(rows_BK[positions_C, trie.tokens[level][children_C]].double(), positions_C, len(beams_B))
         if not bool(torch.isfinite(norms_B).all()):
             raise PermanentError(
                 f"the model's logits of level {level} are not finite numbers: its weights are damaged or overflow their type; promote another model"
             )
 
         if self._filter is not None:
-            alive_C = self._filter.alive(level + 1, beams_B[positions_C] // width, children_C).nonzero().squeeze(1)
+            alive_C = self._filter.alive(level + 1, self._origin_R[beams_B[positions_C] // width], children_C).nonzero().squeeze(1)
             children_C, positions_C = children_C[alive_C], positions_C[alive_C]
             if level:
                 ended_B = torch.bincount(positions_C, minlength=len(beams_B)) == 0
@@ -125,7 +126,7 @@ class Search:
         requests_C = slots_C // width
         codes_C = trie.tokens[level][children_C]
         # A code of probability zero is still a valid one: it stays above the padding.
-        step_C = (logits_NK[slots_C, codes_C].double() - norms_B[positions_C]).clamp_(min=_LOWEST)
+        step_C = (rows_BK[positions_C, codes_C].double() - norms_B[positions_C]).clamp_(min=_LOWEST)
         scores_C = (self._scores_RW.flatten()[slots_C] + step_C).clamp_(min=_LOWEST)
 
         chosen_C, kept_R = self._best(scores_C, requests_C, requests)
@@ -146,9 +147,20 @@ class Search:
         self._paths_RWL = self._paths_RWL.gather(1, parents_RW[:, :, None].expand(-1, -1, trie.levels))
         self._paths_RWL[:, :, level] = arrange(step_C[chosen_C], 0)
         self.level += 1
+        self.counts = tuple(kept_R.tolist())
         if self.level == trie.levels or not len(chosen_C):
             return None
         return parents_RW, codes_RW
+
+    def keep(self, requests: Sequence[int]) -> None:
+        """Go on with these requests of the batch only, in this order."""
+        kept = torch.tensor(list(requests), dtype=torch.int64, device=self._trie.device)
+        self.counts = tuple(self.counts[request] for request in requests)
+        width = max(self.counts, default=1)
+        self._origin_R, self._widths_R = self._origin_R[kept], self._widths_R[kept]
+        self._dead_ends_R, self._dropped_R = self._dead_ends_R[kept], self._dropped_R[kept]
+        self._nodes_RW, self._live_RW = self._nodes_RW[kept, :width], self._live_RW[kept, :width]
+        self._scores_RW, self._paths_RWL = self._scores_RW[kept, :width], self._paths_RWL[kept, :width]
 
     def _best(self, scores_C: Tensor, requests_C: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """Which candidates stay (ascending) and how many of each request: the highest scores, the first of equal ones."""
@@ -239,5 +251,5 @@ def beam_search(
         if extension is None:
             return search.hits(seconds)
         start = now()
-        logits = model.step(state, search.level, *extension)
+        logits = model.step(state, search.level, *extension, search.counts)
         seconds["step"] += now() - start

@@ -95,10 +95,16 @@ class Attention(nn.Module):
 
     def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, d], keys and values [T, G, d] at the given rotations."""
-        q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        return self.queries(x_TD, cos_T1d, sin_T1d), *self.keys_values(x_TD, cos_T1d, sin_T1d)
+
+    def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+        """Queries [T, H, d]."""
+        return rotate(self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))), cos_T1d, sin_T1d)
+
+    def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, G, d]."""
         k_TGd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
-        v_TGd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TGd, cos_T1d, sin_T1d), v_TGd
+        return rotate(k_TGd, cos_T1d, sin_T1d), self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
 
     def output(self, o_THd: Tensor) -> Tensor:
         """Heads back to the hidden size."""
@@ -135,6 +141,14 @@ class Layer(nn.Module):
     def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this layer's input."""
         return self.self_attn.project(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
+
+    def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+        """Queries alone, for a layer of whose places few are asked for."""
+        return self.self_attn.queries(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
+
+    def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone."""
+        return self.self_attn.keys_values(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
 
     def finish(self, x_TD: Tensor, o_THd: Tensor) -> Tensor:
         """The layer's output from its input and the attention's result."""
