@@ -37,6 +37,7 @@ from semantide.shared.version import code_version
 CLASSIC = [str(Path(__file__).resolve().parent / "classic_app.py")]
 MIXES = ("short", "long", "returning")
 RETURNING_USERS = 40
+KV_BYTES = 8 * 2**30
 PARTS = ("rate", "returning", "share", "swap", "overload")
 MODEL_STAGES = ("prefill", "step", "select")
 TOLERANCE = 1e-3  # of scores, which are sums of float32 log-probabilities
@@ -237,7 +238,12 @@ class Bench:
         """Twice the rate found: what is answered, narrowed, refused; then half of it, to see that it recovers."""
         rate = 2 * await self.bearable(mix)
         count = max(100, int(rate * self.options.seconds))
-        async with Client(self.engines["ours"].url, KEY) as client:
+        folder, redis_url = self.shop.folder, self.shop.redis_url
+        with ServingProcess(folder, redis_url, threads=self.options.threads) as server:
+            await self._crowd(server, mix, count, rate)
+
+    async def _crowd(self, server: ServingProcess, mix: str, count: int, rate: float) -> None:
+        async with Client(server.url, KEY) as client:
             crowd = await storm(client, self.visits(mix, count, 4), rate, seed=4)
             await asyncio.sleep(1.0)
             after = await storm(client, self.visits(mix, 50, 5), rate / 4, seed=5)
@@ -328,8 +334,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="semantide-serving-") as name, ExitStack() as stack:
         folder = Path(name)
         shop = stack.enter_context(open_shop(folder, options.model, data=options.data))
-        ours = stack.enter_context(ServingProcess(folder, shop.redis_url, threads=options.threads))
-        classic = stack.enter_context(ServingProcess(folder, shop.redis_url, command=CLASSIC, threads=options.threads))
+        # Nobody is narrowed while rates are compared; copies of prompts need far more memory than our default.
+        fixed = {"serving_narrowing_seconds": 0, "serving_kv_bytes": KV_BYTES}
+        ours = stack.enter_context(ServingProcess(folder, shop.redis_url, threads=options.threads, settings=fixed))
+        classic = stack.enter_context(ServingProcess(folder, shop.redis_url, command=CLASSIC, threads=options.threads, settings=fixed))
         bench = Bench(options, shop, ours, classic)
         wrong = asyncio.run(run(bench, options))
     setting = {"model": options.model, "width": options.width, "threads": options.threads, "histories": "Amazon Beauty" if shop.real else "synthetic"}
