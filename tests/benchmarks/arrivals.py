@@ -69,11 +69,11 @@ class Client:
     async def post(self, path: str, body: Any) -> Any:
         """A request that must succeed; the parsed answer.
 
-        Raises: SystemExit with what came back instead.
+        Raises: RuntimeError with what came back instead.
         """
         status, data = await self.send("POST", path, json.dumps(body).encode())
         if status != 200:
-            raise SystemExit(f"{path} answered {status}: {data.decode()[:500]}")
+            raise RuntimeError(f"{path} answered {status}: {data.decode()[:500]}")
         return json.loads(data)
 
     async def abandon(self, path: str, data: bytes, after_seconds: float) -> None:

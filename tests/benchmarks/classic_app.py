@@ -18,6 +18,7 @@ from semantide.services import local
 from semantide.services.serving import service
 from semantide.services.serving.bundle import Bundle, load_bundle
 from semantide.shared.decoding.search_trie import NodeFilter
+from semantide.shared.models.prompt_cache import PromptCache
 
 
 class ServedDecoder(ClassicDecoder):
@@ -86,7 +87,8 @@ class _Renumbered:
 def load_classic(*arguments: Any, **options: Any) -> Bundle:
     """The live model with the classic decoder and search."""
     bundle = load_bundle(*arguments, **options)
-    return dataclasses.replace(bundle, model=ServedDecoder(bundle.model.generator), search=ServedSearch)  # type: ignore[attr-defined,arg-type]
+    decoder = ServedDecoder(bundle.model.generator)  # type: ignore[attr-defined]
+    return dataclasses.replace(bundle, model=decoder, search=ServedSearch, prompts=PromptCache(0))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 Real processes, a real broker, prompts of real histories (Amazon Beauty with --data; a long mix whose lengths are MovieLens users'; synthetic ones without).
 Both engines serve the same weights with the same threads and are first compared: exit 1 where their answers differ. Rates are bisected for both in turn.
 
-    python tests/benchmarks/serving.py [--quick] [--json] [--data DIR] [--model 256x4] [--width 128] [--parts rate returning share swap overload]
+    python tests/benchmarks/serving.py [--quick] [--json] [--data DIR] [--model 256x4] [--width 128] [--parts cost rate returning share swap overload]
 
 Mixes: short and long histories of users who come for the first time, or (returning) users with long ones who were there before and have bought one item since.
 
+* cost: processor time of a request, four clients at a time;
 * rate: the highest Poisson rate at which 99 % of requests are answered within --limit-ms, in full (a narrowed answer counts as missing);
 * returning: latency of a user with one new item, cold over warm; * share: what of a lone request's time is not the model's;
 * swap: half the rate found, with swaps of the live model; * overload: twice the rate, answers and refusals.
@@ -21,7 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ from semantide.shared.version import code_version
 CLASSIC = [str(Path(__file__).resolve().parent / "classic_app.py")]
 MIXES = ("short", "long", "returning")
 RETURNING_USERS = 40
+CLIENTS = 4
 KV_BYTES = 8 * 2**30
-PARTS = ("rate", "returning", "share", "swap", "overload")
+PARTS = ("cost", "rate", "returning", "share", "swap", "overload")
 MODEL_STAGES = ("prefill", "step", "select")
 TOLERANCE = 1e-3  # of scores, which are sums of float32 log-probabilities
 
@@ -91,6 +93,8 @@ class Bench:
                 begin = clock()
                 status, data = await client.send("POST", "/v1/recommendations", body)
                 replies.append(Reply(number, status, data, clock() - begin))
+                if status != 200:
+                    raise SystemExit(f"the {engine} engine answered {status} to a lone request: {data.decode()[:500]}")
         return replies
 
     async def compare(self, mix: str, count: int) -> int:
@@ -98,6 +102,27 @@ class Bench:
         bodies = self.bodies(mix, count, 77)
         pairs = zip(await self.lone("ours", bodies), await self.lone("classic", bodies), strict=True)
         return sum(not same_answer(mine, theirs) for mine, theirs in pairs)
+
+    async def cost(self, mix: str) -> None:
+        """Processor time a request in a closed loop, both engines in turn; the medians."""
+        found: dict[str, list[float]] = {engine: [] for engine in self.engines}
+        for run in range(2 * self.options.runs):
+            for engine, server in self.engines.items():
+                visits = self.visits(mix, CLIENTS * self.options.rounds, 200 + run)
+                async with Client(server.url, KEY) as client:
+                    left = iter(visits)
+
+                    async def take(client: Client, left: Iterator[bytes]) -> None:
+                        for body in left:
+                            await client.post("/v1/recommendations", json.loads(body))
+
+                    before = server.cpu_seconds()
+                    await asyncio.gather(*(take(client, left) for _ in range(CLIENTS)))
+                    found[engine].append((server.cpu_seconds() - before) / len(visits) * 1e3)
+        mine, theirs = (statistics.median(found[engine]) for engine in ("ours", "classic"))
+        detail = f"classic engine, {theirs:.1f} ms"
+        self.measures[f"{mix}_cpu_ms_per_request"] = entry(mine, "ms", "lower", 2 * self.options.runs, baseline=detail)
+        self.measures[f"{mix}_cpu_classic_over_ours"] = entry(theirs / mine, "ratio", "higher", 2 * self.options.runs, baseline=detail, at_least=3.5, aim=6)
 
     async def probe(self, engine: str, mix: str, rate: float, seed: int) -> bool:
         """Whether 99 % of a stretch of Poisson arrivals are answered within the limit."""
@@ -287,6 +312,8 @@ async def run(bench: Bench, options: argparse.Namespace) -> int:
     if wrong:
         return wrong
     for mix in options.mixes:
+        if "cost" in options.parts and mix != "returning":
+            await bench.cost(mix)
         if "rate" in options.parts:
             await bench.rate(mix)
     if "share" in options.parts:
@@ -335,7 +362,7 @@ def main() -> int:
         folder = Path(name)
         shop = stack.enter_context(open_shop(folder, options.model, data=options.data))
         # Nobody is narrowed while rates are compared; copies of prompts need far more memory than our default.
-        fixed = {"serving_narrowing_seconds": 0, "serving_kv_bytes": KV_BYTES}
+        fixed = {"serving_narrowing_seconds": 0, "serving_kv_bytes": KV_BYTES, "serving_deadline_seconds": 60}
         ours = stack.enter_context(ServingProcess(folder, shop.redis_url, threads=options.threads, settings=fixed))
         classic = stack.enter_context(ServingProcess(folder, shop.redis_url, command=CLASSIC, threads=options.threads, settings=fixed))
         bench = Bench(options, shop, ours, classic)
