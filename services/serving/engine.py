@@ -227,7 +227,7 @@ class Group:
         self._search.keep(places)
         if self._extension is not None:
             self._bundle.model.keep(self._state, places)
-            width = max(self._search.counts)
+            width = max(1, *self._search.counts)
             parents_RW, codes_RW = self._extension
             self._extension = parents_RW[list(places), :width], codes_RW[list(places), :width]
         self.requests = [self.requests[place] for place in places]

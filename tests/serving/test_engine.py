@@ -8,8 +8,8 @@ from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
 from semantide.services.serving.engine import Query, answer, effective_width, warm_up
 from semantide.services.serving.registry import Pair
 from semantide.shared.decoding.brute_force import best_items, score_every_item
-from semantide.shared.models.prompt_cache import history_window
 from semantide.shared.errors import Conflict, Corrupt, NotFound, PermanentError
+from semantide.shared.models.prompt_cache import history_window
 
 from .world import World
 
