@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from semantide.shared.errors import Corrupt
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
 from semantide.shared.models.prompt_cache import PromptCache
+from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.trie import IntArray
 
@@ -170,8 +172,10 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[st
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -> Bundle:
+def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, weights: Weights = "float32") -> Bundle:
     """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
+
+    ``weights`` is the form in which a CPU keeps the layers' weights.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
@@ -181,7 +185,7 @@ def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -
     catalog.check_model(header["tokenizer_digest"], tuple(header["level_sizes"]))
     generator = Generator.from_pretrained(model_folder, catalog.level_sizes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = generator.to(device).eval().requires_grad_(False)
+    generator = shorten(generator.to(device).eval().requires_grad_(False), weights, time.perf_counter)
     titles, rows_of_category = _item_info(catalog_folder, catalog)
     catalog.row_of  # noqa: B018  (cached now, not under the first request)
     vocabulary = generator.vocabulary

@@ -29,18 +29,19 @@ from semantide.shared.config import Settings
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories
+from semantide.shared.models.quantised import Weights
 
 _POLL_SECONDS = 0.1
 _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 
 
-def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -> Bundle:
+def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, weights: Weights = "float32") -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair, prompt_cache_bytes)
+    bundle = load_bundle(store, pair, prompt_cache_bytes, weights)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -83,7 +84,7 @@ class Service:
             watcher=self.meters,
             on_worker=lambda: torch.set_num_threads(max(1, cores // workers)),
         )
-        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes), self.meters.swap)
+        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes, settings.serving_weights), self.meters.swap)
         self._pollers = [Poller("availability", _POLL_SECONDS, self.availability.poll), Poller("registry", _POLL_SECONDS, self.swapper.poll)]
 
     def start(self) -> None:
