@@ -17,7 +17,6 @@ from torch import Tensor
 from semantide.services import local
 from semantide.services.serving import service
 from semantide.services.serving.bundle import Bundle, load_bundle
-from semantide.shared.decoding.search_trie import NodeFilter
 from semantide.shared.models.prompt_cache import PromptCache
 
 
@@ -54,10 +53,6 @@ class ServedDecoder(ClassicDecoder):
 class ServedSearch(ClassicSearch):
     """The classic search as the scheduler wants it: some of its requests may leave."""
 
-    def __init__(self, trie: Any, widths: Sequence[int], node_filter: NodeFilter | None = None) -> None:
-        self._origin_R = torch.arange(len(widths))
-        super().__init__(trie, widths, _Renumbered(self, node_filter) if node_filter is not None else None)
-
     @property
     def counts(self) -> tuple[int, ...]:
         """Live beams of each request."""
@@ -67,21 +62,10 @@ class ServedSearch(ClassicSearch):
         """Go on with these requests only."""
         kept = torch.tensor(list(requests), dtype=torch.int64)
         width = max((self.counts[request] for request in requests), default=1)
-        self._origin_R, self._widths_R = self._origin_R[kept], self._widths_R[kept]
+        self._owners_R, self._widths_R = self._owners_R[kept], self._widths_R[kept]
         self._nodes_RW, self._live_RW, self._scores_RW, self._paths_RWL = (
             table[kept, :width] for table in (self._nodes_RW, self._live_RW, self._scores_RW, self._paths_RWL)
         )
-
-
-class _Renumbered:
-    """A filter that knows the requests by their first numbers."""
-
-    def __init__(self, search: ServedSearch, inner: NodeFilter) -> None:
-        self._search, self._inner = search, inner
-
-    def alive(self, depth: int, requests_C: Tensor, nodes_C: Tensor) -> Tensor:
-        """See ``NodeFilter``."""
-        return self._inner.alive(depth, self._search._origin_R[requests_C], nodes_C)
 
 
 def load_classic(*arguments: Any, **options: Any) -> Bundle:

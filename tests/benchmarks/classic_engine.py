@@ -122,6 +122,7 @@ class ClassicSearch:
         self._trie, self._filter, self._normalisation = trie, node_filter, normalisation
         self.level, self.candidates = 0, 0
         self._widths_R = torch.tensor([min(width, len(trie)) for width in widths])
+        self._owners_R = torch.arange(len(widths))  # the filter's numbers of the requests
         self._nodes_RW = torch.zeros(len(widths), 1, dtype=torch.int64)
         self._live_RW = torch.ones(len(widths), 1, dtype=torch.bool)
         self._scores_RW = torch.zeros(len(widths), 1)
@@ -147,7 +148,8 @@ class ClassicSearch:
         else:
             steps_RWK = torch.log_softmax(logits_RWK, -1)
         if self._filter is not None:
-            alive_C = self._filter.alive(level + 1, rows_C // width, children_C)
+            leaves = self._filter.at(level + 1).leaves(level + 1, self._owners_R)
+            alive_C = leaves.alive(leaves.child_bounds_C1, rows_C // width, children_C)
             every_NK[rows_C[~alive_C], codes_C[~alive_C]] = -1
         mask_NK = torch.zeros_like(every_NK, dtype=logits.dtype).masked_fill_(every_NK < 0, -torch.inf)
         scores_RM = (self._scores_RW[:, :, None] + steps_RWK + mask_NK.view(steps_RWK.shape)).flatten(1)
@@ -177,6 +179,7 @@ class ClassicSearch:
             dead_ends_R=nothing_R,
             dropped_R=torch.zeros(len(live_RW), dtype=torch.float64),
             candidates=self.candidates,
+            visited=self.candidates,
             seconds=seconds or {},
         )
 

@@ -362,7 +362,7 @@ def main() -> int:
         folder = Path(name)
         shop = stack.enter_context(open_shop(folder, options.model, data=options.data))
         # Nobody is narrowed while rates are compared; copies of prompts need far more memory than our default.
-        fixed = {"serving_narrowing_seconds": 0, "serving_kv_bytes": KV_BYTES, "serving_deadline_seconds": 60}
+        fixed = {"serving_narrowing_seconds": 0, "serving_kv_bytes": KV_BYTES, "serving_deadline_seconds": 60, "serving_weights": "float32"}
         ours = stack.enter_context(ServingProcess(folder, shop.redis_url, threads=options.threads, settings=fixed))
         classic = stack.enter_context(ServingProcess(folder, shop.redis_url, command=CLASSIC, threads=options.threads, settings=fixed))
         bench = Bench(options, shop, ours, classic)
