@@ -186,7 +186,14 @@ class Bench:
             return hits.seconds["prefill"]
 
         found = alternate({str(width): partial(once, width) for width in widths}, self.options.runs)
-        self.note(f"prefill_ms_{shape}_prompt{tokens}", found[str(widths[1])], "ms", "lower", self.options.runs, baseline=f"{found[str(widths[0])]:.2f} ms at width {widths[0]}")
+        self.note(
+            f"prefill_ms_{shape}_prompt{tokens}",
+            found[str(widths[1])],
+            "ms",
+            "lower",
+            self.options.runs,
+            baseline=f"{found[str(widths[0])]:.2f} ms at width {widths[0]}",
+        )
         self.note(f"prefill_width{widths[1]}_over_width{widths[0]}_{shape}", found[str(widths[1])] / found[str(widths[0])], "ratio", "lower", self.options.runs)
 
     def returning(self, shape: str, generator: Generator) -> None:
@@ -206,7 +213,9 @@ class Bench:
             found = alternate({"cold": partial(once, False), "warm": partial(once, True)}, self.options.runs)
             base = f"cold, {found['cold']:.1f} ms"
             ratio = found["cold"] / found["warm"]
-            self.note(f"returning_cold_over_warm_{shape}_prompt{tokens}_width{width}", ratio, "ratio", "higher", self.options.runs, baseline=base, at_least=3, aim=5)
+            self.note(
+                f"returning_cold_over_warm_{shape}_prompt{tokens}_width{width}", ratio, "ratio", "higher", self.options.runs, baseline=base, at_least=3, aim=5
+            )
 
     def _kept(self, decoder: GeneratorDecoder, prompt_t: Tensor) -> PromptKV:
         return decoder.begin(prompt_t, torch.tensor([0, len(prompt_t)]))[1].prompt_kv(0)

@@ -74,7 +74,9 @@ def check(replies: list[Reply], right: list[list[dict]]) -> None:
 
 def nothing_left(server) -> None:
     """Nobody waits or runs, and no memory is held."""
-    wait_until(lambda: server.service.batcher.depth() == 0)
+    service = server.service
+    wait_until(lambda: service.scheduler.depth() == service.scheduler.running() == service.pool.in_use_bytes == 0)
+    assert service.pool.leases == 0
 
 
 def test_answers_do_not_depend_on_the_company(server, right):
@@ -100,7 +102,9 @@ def test_clients_that_hang_up_disturb_nobody(server, right):
         await asyncio.sleep(0.5 * number / 60)
         _, writer = await asyncio.open_connection(host, int(port))
         data = json.dumps({"history": EVERYTHING, "n": 100, "beam_width": (1, 128, 4096)[number % 3]}).encode()
-        head = f"POST /v1/recommendations HTTP/1.1\r\nHost: {host}\r\nX-API-Key: test-key\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST /v1/recommendations HTTP/1.1\r\nHost: {host}\r\nX-API-Key: test-key\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         writer.write(head.encode() + data[: len(data) // (2 if number % 5 == 0 else 1)])  # some leave before they have said all
         await writer.drain()
         await asyncio.sleep((0, 0.001, 0.005, 0.02)[number % 4])
