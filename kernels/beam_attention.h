@@ -51,14 +51,14 @@ static void add_values(const float* p_MT, const float* v_TD, int64_t keys, int64
   }
 }
 
-// One tile of rows against one block of keys.
+// One tile of rows against one block of keys, of which row m sees the first `visible[m]`, or all.
 template <int Rows>
-static void attend_tile(const float* q_DM, const float* k_DT, const float* v_TD, int64_t size, int64_t padded, int64_t keys, float* top, float* sum, float* o_MD) {
+static void attend_tile(const float* q_DM, const float* k_DT, const float* v_TD, int64_t size, int64_t padded, int64_t keys, float* top, float* sum, float* o_MD, const int64_t* visible) {
   alignas(64) float s_MT[Rows * kKeys];
   scores_of_tile<Rows>(q_DM, k_DT, size, s_MT);
   for (int m = 0; m < Rows; ++m) {
     float* s = s_MT + m * kKeys;
-    for (int64_t t = keys; t < kKeys; ++t) s[t] = -INFINITY;
+    for (int64_t t = visible ? visible[m] : keys; t < kKeys; ++t) s[t] = -INFINITY;
     Floats peak = load(s);
     for (int64_t t = kLanes; t < kKeys; t += kLanes) peak = larger(load(s + t), peak);
     const float highest = largest(peak);
@@ -80,11 +80,11 @@ static void attend_tile(const float* q_DM, const float* k_DT, const float* v_TD,
   add_values<Rows>(s_MT, v_TD, keys, padded, o_MD);
 }
 
-static void attend_rows(int64_t rows, const float* q_MD, const float* k_DT, const float* v_TD, int64_t size, int64_t padded, int64_t keys, float* top, float* sum, float* o_MD) {
+static void attend_rows(int64_t rows, const float* q_MD, const float* k_DT, const float* v_TD, int64_t size, int64_t padded, int64_t keys, float* top, float* sum, float* o_MD, const int64_t* visible = nullptr) {
   int64_t m = 0;
-  for (; m + kTileRows <= rows; m += kTileRows) attend_tile<kTileRows>(q_MD + m * size, k_DT, v_TD, size, padded, keys, top + m, sum + m, o_MD + m * padded);
-  for (; m + 4 <= rows; m += 4) attend_tile<4>(q_MD + m * size, k_DT, v_TD, size, padded, keys, top + m, sum + m, o_MD + m * padded);
-  for (; m < rows; ++m) attend_tile<1>(q_MD + m * size, k_DT, v_TD, size, padded, keys, top + m, sum + m, o_MD + m * padded);
+  for (; m + kTileRows <= rows; m += kTileRows) attend_tile<kTileRows>(q_MD + m * size, k_DT, v_TD, size, padded, keys, top + m, sum + m, o_MD + m * padded, visible ? visible + m : nullptr);
+  for (; m + 4 <= rows; m += 4) attend_tile<4>(q_MD + m * size, k_DT, v_TD, size, padded, keys, top + m, sum + m, o_MD + m * padded, visible ? visible + m : nullptr);
+  for (; m < rows; ++m) attend_tile<1>(q_MD + m * size, k_DT, v_TD, size, padded, keys, top + m, sum + m, o_MD + m * padded, visible ? visible + m : nullptr);
 }
 
 // The beams' own tokens, row by row: there are at most a few.

@@ -37,6 +37,38 @@ struct BeamAttention {
   float scale;
 };
 
+struct PrefixAttention {
+  int64_t sequences, heads, groups, share, size;
+  const float* q;
+  int64_t q_row, q_head;
+  const int64_t* new_offsets;
+  const float *k, *v;
+  int64_t k_row, k_head, v_row, v_head;
+  const int64_t* offsets;
+  float* out;
+  float scale;
+};
+
+struct NormaliseRows {
+  int64_t rows, size, x_row;
+  const float *x, *weight;
+  float* out;
+  float eps;
+};
+
+struct TurnRows {
+  int64_t rows, heads, size, x_row, x_head;
+  const float *x, *weight, *cosine, *sine;  // weight is null without a normalisation
+  float* out;
+  float eps;
+};
+
+struct GateRows {
+  int64_t rows;  // of one number each
+  const float *gate, *up;
+  float* out;
+};
+
 struct BeamSelect {
   int64_t requests, width, room, num_codes, among_children;
   const float* logits;
@@ -63,7 +95,9 @@ namespace {
 #define TILE_ROWS 4
 #include "simd.h"
 #include "beam_attention.h"
+#include "prefix_attention.h"
 #include "beam_select.h"
+#include "rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -83,7 +117,9 @@ namespace {
 #define TILE_ROWS 6
 #include "simd.h"
 #include "beam_attention.h"
+#include "prefix_attention.h"
 #include "beam_select.h"
+#include "rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -102,7 +138,9 @@ namespace {
 #define TILE_ROWS 12
 #include "simd.h"
 #include "beam_attention.h"
+#include "prefix_attention.h"
 #include "beam_select.h"
+#include "rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -120,15 +158,19 @@ namespace {
 struct Bodies {
   const char* name;
   bool (*beam_attention)(const BeamAttention&, int64_t, int64_t, int64_t, int64_t);
+  void (*prefix_attention)(const PrefixAttention&, int64_t, int64_t, int64_t, int64_t);
+  void (*normalise_rows)(const NormaliseRows&, int64_t, int64_t);
+  void (*turn_rows)(const TurnRows&, int64_t, int64_t);
+  void (*gate_rows)(const GateRows&, int64_t, int64_t);
   bool (*normalise)(const BeamSelect&, int64_t, double*, float*);
   void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
 };
 
 const Bodies kBodies[] = {
-    {"basic", basic::beam_attention, basic::normalise, basic::beam_select},
+    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select},
 #if defined(__x86_64__)
-    {"avx2", avx2::beam_attention, avx2::normalise, avx2::beam_select},
-    {"avx512", avx512::beam_attention, avx512::normalise, avx512::beam_select},
+    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select},
+    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select},
 #endif
 };
 
@@ -148,10 +190,19 @@ std::atomic<int> level{kBest};
 
 const Bodies& bodies() { return kBodies[level.load(std::memory_order_relaxed)]; }
 
+// Rows by themselves, cut among the threads where there are enough numbers to pay for it.
+template <typename Arguments>
+int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Arguments& a, int64_t numbers, int64_t threads) {
+  const int64_t parts = std::max<int64_t>(1, std::min(threads, numbers / 16384));
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(parts)) if (parts > 1)
+  for (int64_t part = 0; part < parts; ++part) body(a, a.rows * part / parts, a.rows * (part + 1) / parts);
+  return 0;
+}
+
 }  // namespace
 
 // Raised with every change of the structures above, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 1; }
+EXPORT int64_t semantide_version() { return 2; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -179,6 +230,31 @@ EXPORT int64_t semantide_beam_attention(const BeamAttention* given, int64_t thre
   }
   return failed;
 }
+
+EXPORT int64_t semantide_prefix_attention(const PrefixAttention* given, int64_t threads) {
+  const PrefixAttention& a = *given;
+  struct Task {
+    int64_t sequence, group, begin, end;
+  };
+  std::vector<Task> tasks;
+  for (int64_t sequence = 0; sequence < a.sequences; ++sequence) {
+    const int64_t rows = (a.new_offsets[sequence + 1] - a.new_offsets[sequence]) * a.share;
+    const int64_t chunk = threads > 1 ? std::max<int64_t>(192, (rows / (2 * threads) + 11) / 12 * 12) : rows;
+    for (int64_t group = 0; group < a.groups; ++group)
+      for (int64_t begin = 0; begin < rows; begin += chunk) tasks.push_back({sequence, group, begin, std::min(begin + chunk, rows)});
+  }
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks.size() > 1)
+  for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task)
+    body.prefix_attention(a, tasks[task].sequence, tasks[task].group, tasks[task].begin, tasks[task].end);
+  return 0;
+}
+
+EXPORT int64_t semantide_normalise_rows(const NormaliseRows* a, int64_t threads) { return by_rows(bodies().normalise_rows, *a, a->rows * a->size, threads); }
+
+EXPORT int64_t semantide_turn_rows(const TurnRows* a, int64_t threads) { return by_rows(bodies().turn_rows, *a, a->rows * a->heads * a->size, threads); }
+
+EXPORT int64_t semantide_gate_rows(const GateRows* a, int64_t threads) { return by_rows(bodies().gate_rows, *a, a->rows * 4, threads); }
 
 // Returns 0, or 1 where a live beam's logits are not numbers.
 EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {

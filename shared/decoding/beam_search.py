@@ -6,7 +6,7 @@ width >= n, without widening. Should items vanish between two levels (a filter t
 
 Beams are kept in node order, which is the lexicographic order of their codes. Candidates then come in node order too, so the first of several equal
 candidates is the one with the smallest codes: ties are settled by position, and a parent's children stay adjacent.
-Legend: R requests, W beams, L levels, K codes of a level.
+Legend: R requests, W beams, B live beams of all requests, L levels, K codes of a level.
 """
 
 from __future__ import annotations
@@ -83,13 +83,12 @@ class Search:
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
         """Take the logits of this level, keep the best children, and say how the beams go on: parents and codes [R, W], or None at the end.
 
-        Shapes: ``logits`` [R, K] at level 0, else [R, W, K] for the beams of the last answer.
+        Shapes: ``logits`` [R, K] at level 0, else [R, W, K] for the beams of the last answer, or [B, K] for the real ones among them.
 
         Raises: PermanentError where the model's logits are not numbers.
         """
         trie, level = self._trie, self.level
-        if logits.dim() == 2:
-            logits = logits[:, None, :]
+        logits = self._table(logits)
         assert logits.shape[:2] == self._nodes_RW.shape, (logits.shape, self._nodes_RW.shape)
         if logits.shape[2] < trie.num_codes[level]:
             raise ValueError(
@@ -115,11 +114,27 @@ class Search:
             return None
         return chosen.parents_RW, chosen.codes_RW
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Live beams of each request, the first ones of its row."""
+        return tuple(self._live_R.tolist())
+
+    def _table(self, logits: Tensor) -> Tensor:
+        """Logits as [R, W, K]; what stands in the place of dead beams is never read."""
+        if logits.dim() == 3:
+            return logits
+        if len(logits) == self._nodes_RW.numel():
+            return logits.view(*self._nodes_RW.shape, -1)
+        table_RWK = logits.new_empty(*self._nodes_RW.shape, logits.shape[1])
+        table_RWK[torch.arange(table_RWK.shape[1], device=logits.device) < self._live_R[:, None]] = logits
+        return table_RWK
+
     def keep(self, requests: Sequence[int]) -> None:
         """Go on with these requests of the batch alone, in this order; the model's state has to be narrowed alike."""
         rows_R = torch.as_tensor(list(requests), dtype=torch.int64, device=self._trie.device)
         self._owners_R, self._widths_R, self._live_R = self._owners_R[rows_R], self._widths_R[rows_R], self._live_R[rows_R]
-        self._nodes_RW, self._scores_RW = self._nodes_RW[rows_R], self._scores_RW[rows_R]
+        width = max(1, *self.counts)
+        self._nodes_RW, self._scores_RW = self._nodes_RW[rows_R, :width], self._scores_RW[rows_R, :width]
         self._dead_ends_R, self._dropped_R = self._dead_ends_R[rows_R], self._dropped_R[rows_R]
         self._path = [(parents_RW[rows_R], steps_RW[rows_R]) for parents_RW, steps_RW in self._path]
 
@@ -191,5 +206,5 @@ def beam_search(
         if extension is None:
             return search.hits(seconds)
         start = now()
-        logits = model.step(state, search.level, *extension)
+        logits = model.step(state, search.level, *extension, search.counts)
         seconds["step"] += now() - start
