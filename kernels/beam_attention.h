@@ -133,6 +133,14 @@ static void transpose(const float* k, int64_t stride, int64_t keys, int64_t size
     for (int64_t d = 0; d < size; ++d) k_DT[d * kKeys + t] = t < keys ? k[t * stride + d] : 0.0f;
 }
 
+// A block of values, each padded with zeros to whole vectors.
+static void pad(const float* v, int64_t stride, int64_t keys, int64_t size, int64_t padded, float* v_TD) {
+  for (int64_t t = 0; t < keys; ++t) {
+    std::memcpy(v_TD + t * padded, v + t * stride, size * sizeof(float));
+    std::fill(v_TD + t * padded + size, v_TD + (t + 1) * padded, 0.0f);
+  }
+}
+
 // Rows [begin, end) of one request and one key head; row m is beam m / share with query head group * share + m % share.
 static bool beam_attention(const BeamAttention& a, int64_t request, int64_t group, int64_t begin, int64_t end) {
   const int64_t rows = end - begin, size = a.size, padded = (size + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
@@ -166,10 +174,7 @@ static bool beam_attention(const BeamAttention& a, int64_t request, int64_t grou
     const float* k = a.prompt_k + first * a.prompt_k_row + group * a.prompt_k_head;
     const float* v = a.prompt_v + first * a.prompt_v_row + group * a.prompt_v_head;
     transpose(k, a.prompt_k_row, keys, size, k_DT);
-    for (int64_t t = 0; t < keys; ++t) {
-      std::memcpy(v_TD + t * padded, v + t * a.prompt_v_row, size * sizeof(float));
-      std::fill(v_TD + t * padded + size, v_TD + (t + 1) * padded, 0.0f);
-    }
+    pad(v, a.prompt_v_row, keys, size, padded, v_TD);
     attend_rows(rows, q_tiles, k_DT, v_TD, size, padded, keys, top, sum, o_MD);
   }
   for (int64_t m = 0; m < rows; ++m) {
