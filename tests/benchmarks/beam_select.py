@@ -117,7 +117,7 @@ def main() -> int:
         ancestry = Ancestry(1)
         ancestry.extend(torch.zeros(1, width, dtype=torch.int64))
         ancestry.extend(torch.arange(width)[None])
-        index = ancestry.rows_RWS.numel() * ancestry.rows_RWS.element_size()
+        index = ancestry.rows_BS.numel() * ancestry.rows_BS.element_size()
         copied = width * 2 * LAYERS * 2 * KEY_HEADS * HEAD_SIZE * 4
         measures[f"reorder_bytes_width{width}"] = {
             "value": index,
