@@ -1,5 +1,6 @@
 """Rotary positions: pairs of features turn by an angle that grows with the position.
 
+Queries and keys are normalised just before, so that the two are one kernel too.
 Legend: T rows, H heads, d head size; feature i pairs with feature i + d / 2.
 """
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.normalisation import rms_norm
 
 
 @kernel
@@ -29,6 +32,29 @@ def rotate_cpu(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     """The same written in place, and turned back by the negative angle for the gradient."""
     y: Tensor = _Rotate.apply(x_THd, cos_T1d, sin_T1d)
     return y
+
+
+@kernel
+def norm_rotate(x_THd: Tensor, weight_d: Tensor | None, cos_T1d: Tensor, sin_T1d: Tensor, eps: float = 1e-6) -> Tensor:
+    """Each head divided by its root mean square, times a factor per feature (nothing where there is no ``weight_d``), and then turned.
+
+    Shapes: [T, H, d], cosine and sine [T, 1, d / 2] -> [T, H, d].
+    """
+    return rotate(x_THd if weight_d is None else rms_norm(x_THd, weight_d, eps), cos_T1d, sin_T1d)
+
+
+@norm_rotate.register("cpu")
+def norm_rotate_native(x_THd: Tensor, weight_d: Tensor | None, cos_T1d: Tensor, sin_T1d: Tensor, eps: float = 1e-6) -> Tensor:
+    """Both in one pass in C++; other types than float32, and gradients, take the torch way."""
+    library = native.library_for(x_THd, cos_T1d, sin_T1d, *(() if weight_d is None else (weight_d,)))
+    if library is None:
+        return norm_rotate.reference(x_THd, weight_d, cos_T1d, sin_T1d, eps)
+    x_THd = x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
+    cos_T1d, sin_T1d, out_THd = cos_T1d.contiguous(), sin_T1d.contiguous(), torch.empty(x_THd.shape)
+    weight = 0 if weight_d is None else weight_d.data_ptr()
+    addresses = (x_THd.data_ptr(), weight, cos_T1d.data_ptr(), sin_T1d.data_ptr(), out_THd.data_ptr())
+    native.call(library, "semantide_turn_rows", native.TURN_ROWS.pack(*x_THd.shape, *x_THd.stride()[:2], *addresses, eps))
+    return out_THd
 
 
 class _Rotate(torch.autograd.Function):

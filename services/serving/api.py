@@ -8,8 +8,8 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
-from semantide.services.serving.batcher import Overloaded
 from semantide.services.serving.contract import (
     CandidatesAnswer,
     DecisionsAnswer,
@@ -23,12 +23,16 @@ from semantide.services.serving.contract import (
     RollbackRequest,
     Timing,
 )
-from semantide.services.serving.engine import Recommendation
+from semantide.services.serving.engine import Answer, Recommendation
 from semantide.services.serving.registry import RegistryState
-from semantide.services.serving.service import Served, Service, Wish
+from semantide.services.serving.scheduler import Overloaded
+from semantide.services.serving.service import Service
+from semantide.services.serving.ticket import Passage
+from semantide.services.serving.wish import Wish
 from semantide.shared.errors import TransientError
-from semantide.shared.http import APIRouter, HTTPException
+from semantide.shared.http import APIRouter, HTTPException, Request
 from semantide.shared.room import Room
+from semantide.shared.telemetry import stage_spans
 
 _services: dict[int, Service] = {}
 _process = secrets.token_hex(6)  # with a counter, an id of every request without asking the system for randomness each time
@@ -65,25 +69,28 @@ def build(room: Room) -> APIRouter:
     actions = room.settings.actions
 
     @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first")
-    async def recommend(body: RecommendationRequest) -> RecommendationAnswer:
+    async def recommend(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
         wish = _wish(body, actions)
         try:
-            served, waited = await asyncio.wrap_future(service.submit(wish))
+            answer, passage = await _unless_gone(request, service.submit(wish))
         except Overloaded as error:
             service.meters.request("overloaded")
             raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
+        except ClientGone as error:
+            service.meters.request("cancelled")
+            raise HTTPException(499, str(error)) from error
         except TransientError:
             service.meters.request("unavailable")
             raise
         except Exception:
             service.meters.request("failed")
             raise
-        service.meters.request("short" if served.answer.short_reason else "ok")
+        service.meters.request("short" if answer.short_reason else "ok")
         total = time.perf_counter() - begin
-        service.meters.stage("queue", waited)
         service.meters.stage("total", total)
-        return _answer(served, body.explain, waited, total)
+        stage_spans("serving", passage.marks)
+        return _answer(answer, passage, body.explain, total)
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
@@ -106,6 +113,32 @@ def build(room: Room) -> APIRouter:
         return DecisionsAnswer(decisions=list(service.registry.read().decisions))
 
     return router
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def _unless_gone(request: Request, future: Future[tuple[Answer, Passage]]) -> tuple[Answer, Passage]:
+    """Wait for an answer; should the client leave, the request's work is given up.
+
+    Raises: ClientGone, and what the request itself raises.
+    """
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        future.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if watching.done():
+            raise ClientGone("the client left before the answer") from None
+        raise
+    finally:
+        watching.cancel()
 
 
 def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
@@ -146,25 +179,25 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[t
     return tuple((event.item, event.action) for event in history)
 
 
-def _answer(served: Served, explain: bool, waited: float, total: float) -> RecommendationAnswer:
-    answer = served.answer
-
+def _answer(answer: Answer, passage: Passage, explain: bool, total: float) -> RecommendationAnswer:
     def item(hit: Recommendation) -> RecommendedItem:
         explanation = Explanation(level_log_probabilities=list(hit.level_scores)) if explain else None
         return RecommendedItem(item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explanation=explanation)
 
     return RecommendationAnswer(
         items=[item(hit) for hit in answer.items],
-        model=served.pair.model,
-        catalog=served.pair.catalog,
+        model=answer.pair.model,
+        catalog=answer.pair.catalog,
         request_id=f"{_process}-{next(_numbers):x}",
         based_on="history" if answer.history_items else "unconditional",
         beam_width=answer.width,
+        requested_beam_width=answer.requested_width,
+        narrowed=answer.narrowed,
         history_items=answer.history_items,
         unknown_history_items=answer.unknown_history_items,
         exact=answer.complete,
         short_reason=answer.short_reason,
-        timing=Timing(queue_ms=waited * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
+        timing=Timing(queue_ms=passage.seconds("queue", "wait") * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
     )
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,15 @@ from semantide.services.serving.profile import Reading
 from semantide.services.serving.registry import Pair
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
-from semantide.shared.decoding.protocol import StepModel
+from semantide.shared.decoding.beam_search import Search
+from semantide.shared.decoding.kv_pool import KVLease
+from semantide.shared.decoding.protocol import NarrowingModel
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Corrupt
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
+from semantide.shared.models.prompt_cache import PromptCache
+from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.trie import IntArray
 
@@ -73,15 +78,29 @@ class MaskCache:
                 self._masks.popitem(last=False)
 
 
+class ServingModel(NarrowingModel, Protocol):
+    """What serving needs of a model beyond the search: what it will hold is known in advance, and prompts that were read before can be given back."""
+
+    def kv_bytes(self, prompt_tokens: int, width: int) -> int:
+        """Bytes of keys and values that a request of this prompt and width holds at most."""
+        ...
+
+    def begin(
+        self, tokens_T: Tensor, offsets_R1: Tensor, cached: Sequence[PromptKV | None] | None = None, leases: Sequence[KVLease] | None = None
+    ) -> tuple[Tensor, Any]:
+        """See ``StepModel``; the state has ``prompt_kv`` and ``read_R`` as that of ``GeneratorDecoder``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """A model, its catalog, and what is known of the items.
+    """A model, its catalog, and what is known of the items. ``prompts`` are kept of its users, and go with it.
 
     Shapes: ``item_tokens_NL`` [N, L].
     """
 
     pair: Pair
-    model: StepModel
+    model: ServingModel
     vocabulary: Vocabulary
     catalog: Catalog
     trie: SearchTrie
@@ -91,6 +110,8 @@ class Bundle:
     max_history_items: int
     reading: Reading = field(default_factory=Reading)
     masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
+    prompts: PromptCache = field(default_factory=lambda: PromptCache(0), repr=False, compare=False)
+    search: Callable[..., Search] = Search
 
     def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...]) -> Mask:
         """Which items availability and categories allow."""
@@ -151,8 +172,10 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[st
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
-    """Read, verify and check a model against a catalog.
+def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, weights: Weights = "float32") -> Bundle:
+    """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
+
+    ``weights`` is the form in which a CPU keeps the layers' weights.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
@@ -162,7 +185,7 @@ def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
     catalog.check_model(header["tokenizer_digest"], tuple(header["level_sizes"]))
     generator = Generator.from_pretrained(model_folder, catalog.level_sizes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = generator.to(device).eval().requires_grad_(False)
+    generator = shorten(generator.to(device).eval().requires_grad_(False), weights, time.perf_counter)
     titles, rows_of_category = _item_info(catalog_folder, catalog)
     catalog.row_of  # noqa: B018  (cached now, not under the first request)
     vocabulary = generator.vocabulary
@@ -177,4 +200,5 @@ def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
         reading=_reading(header),
+        prompts=PromptCache(prompt_cache_bytes),
     )

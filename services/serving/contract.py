@@ -94,6 +94,7 @@ class Timing(Body):
 class RecommendationAnswer(Body):
     """Items, best first, and how they were found.
 
+    ``beam_width`` is what was used: less than ``requested_beam_width`` where the search was ``narrowed`` because many requests waited.
     ``based_on`` is "unconditional" where no known history item was there to continue. ``exact`` says that no allowed item outside the list can score higher.
     """
 
@@ -103,6 +104,8 @@ class RecommendationAnswer(Body):
     request_id: str
     based_on: str
     beam_width: int
+    requested_beam_width: int
+    narrowed: bool
     history_items: int
     unknown_history_items: int
     exact: bool

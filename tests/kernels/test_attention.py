@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from semantide.kernels.attention import beam_attention, jagged_attention, merge_attention
@@ -94,6 +94,73 @@ def test_beams_attend_to_their_prompt_and_their_own_ancestors_only(lengths: list
             )[-1]
     for function in (beam_attention.reference, *beam_attention.registry.values()):
         torch.testing.assert_close(function(q, prompt_k, prompt_v, offsets_of(lengths), own_k, own_v, ancestors), expected)
+
+
+def beams(lengths: list[int], width: int, steps: int, heads: int, groups: int, size: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Random float32 arguments of beam attention."""
+    generator, requests = torch.Generator().manual_seed(seed), len(lengths)
+    q = torch.randn(requests, width, heads, size, generator=generator)
+    prompt_k, prompt_v = torch.randn(2, sum(lengths), groups, size, generator=generator)
+    own_k, own_v = torch.randn(2, requests * width * steps, groups, size, generator=generator)
+    ancestors = torch.randint(max(1, requests * width * steps), (requests, width, steps), generator=generator)
+    return q, prompt_k, prompt_v, offsets_of(lengths), own_k, own_v, ancestors
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 130]), max_size=3),
+    st.sampled_from([1, 2, 4, 5, 12, 13, 29]),
+    st.integers(0, 3),
+    st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 1)]),
+    st.sampled_from([1, 3, 8, 16, 32, 33, 64, 128]),
+)
+def test_every_instruction_set_attends_like_the_reference(instructions, lengths, width, steps, heads, size):
+    arguments = beams(lengths, width, steps, *heads, size)
+    torch.testing.assert_close(beam_attention(*arguments), beam_attention.reference(*(x.double() if x.is_floating_point() else x for x in arguments)).float())
+
+
+def test_views_are_read_where_they_lie(instructions):
+    q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors = beams([70, 9], 6, 2, 4, 2, 24)
+    expected = beam_attention.reference(q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors)
+    wide = torch.cat([q.transpose(0, 1), torch.full_like(q.transpose(0, 1), torch.nan)], -1)[..., :24].transpose(0, 1)
+    both = torch.stack([prompt_k, prompt_v], 1)
+    own = torch.stack([own_k, own_v], -1)  # no stride of one
+    torch.testing.assert_close(beam_attention(wide, both[:, 0], both[:, 1], offsets, own[..., 0], own[..., 1], ancestors), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_do_not_change_the_answer(instructions, threads):
+    arguments = beams([200, 3, 90], 50, 2, 4, 2, 16)
+    before, alone = torch.get_num_threads(), beam_attention(*arguments)
+    torch.set_num_threads(threads)
+    try:
+        torch.testing.assert_close(beam_attention(*arguments), alone, rtol=1e-6, atol=1e-6)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_neither_overflow_nor_vanish(instructions):
+    q, prompt_k, *rest = beams([100], 3, 2, 2, 1, 8)
+    arguments = (q * 60, prompt_k * 60, *rest)
+    torch.testing.assert_close(beam_attention(*arguments), beam_attention.reference(*arguments), rtol=1e-4, atol=1e-4)
+
+
+def test_ancestors_and_own_rows_that_do_not_fit_are_refused(instructions):
+    q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors = beams([4], 3, 1, 2, 1, 8)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match="but there are 3 own rows"):
+            beam_attention(q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors * 0 + wrong)
+    with pytest.raises(ValueError, match="give own rows"):
+        beam_attention(q, prompt_k, prompt_v, offsets, own_k[..., :4], own_v[..., :4], ancestors)
+    with pytest.raises(ValueError, match="do not cover"):
+        beam_attention(q, prompt_k, prompt_v, offsets + 1, own_k, own_v, ancestors)
+
+
+def test_beam_attention_has_gradients_where_they_are_asked_for():
+    q, *rest = beams([4, 9], 3, 1, 2, 1, 8)
+    q.requires_grad_()
+    beam_attention(q, *rest).sum().backward()
+    assert q.grad is not None and bool(q.grad.any())
 
 
 def test_merging_gives_no_weight_to_a_part_without_keys() -> None:

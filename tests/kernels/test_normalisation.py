@@ -30,3 +30,14 @@ def test_a_row_of_zeros_stays_finite_and_short_types_are_computed_wide() -> None
     assert x.grad is not None and x.grad.isfinite().all()
     big = torch.full((1, 4), 300.0, dtype=torch.float16)
     torch.testing.assert_close(rms_norm(big, torch.ones(4, dtype=torch.float16)), torch.ones(1, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 7), (2, 4, 16), (70, 33), (300, 256)])
+def test_rows_without_gradients_equal_the_reference_too(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    weight = torch.linspace(0.5, 2, shape[-1])
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5))
+    apart = torch.stack([x, x + 1], -2)[..., 0, :]
+    torch.testing.assert_close(rms_norm(apart, weight), rms_norm.reference(x, weight))
+    turned = x.transpose(0, -1).contiguous().transpose(0, -1)
+    torch.testing.assert_close(rms_norm(turned, weight), rms_norm.reference(x, weight))

@@ -1,0 +1,69 @@
+"""What the benchmarks of single kernels share: alternate runs, medians, the table and the JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from semantide.kernels import native
+from semantide.shared.version import code_version
+
+
+def machine() -> dict[str, Any]:
+    """What these numbers were taken on."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor()
+    )
+    return {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__, "threads": torch.get_num_threads(), "native": native.instructions()}
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The command line every one of them has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and runs: within a minute")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--threads", type=int, default=1, help="of torch and of the C++ kernels")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    return options
+
+
+def alternate(functions: dict[str, Callable[[], object]], runs: int, least_seconds: float = 0.005) -> dict[str, float]:
+    """Median seconds of one call of each function; every run calls all of them in turn, each as often as fills the least time."""
+    calls = {}
+    for name, function in functions.items():
+        function()
+        start = time.perf_counter()
+        function()
+        calls[name] = max(1, int(least_seconds / max(time.perf_counter() - start, 1e-7)))
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(runs):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                function()
+            seconds[name].append((time.perf_counter() - start) / calls[name])
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def finish(benchmark: str, options: argparse.Namespace, measures: dict[str, dict[str, Any]], wrong: list[str]) -> int:
+    """Print the table or the object; the exit code says whether all answers were equal."""
+    if options.json:
+        print(json.dumps({"benchmark": benchmark, "commit": code_version(), "machine": machine(), "wrong_answers": len(wrong), "measures": measures}))
+    else:
+        print(f"{benchmark}: {machine()}")
+        print(f"{'measure':44} {'value':>10} {'unit':12} {'at least':>8} {'aim':>6}  baseline")
+        for name, entry in measures.items():
+            bound, aim = entry.get("at_least", ""), entry.get("aim", "")
+            print(f"{name:44} {entry['value']:>10.4g} {entry['unit']:12} {bound:>8} {aim:>6}  {entry.get('baseline', '')}")
+        print(f"answers that differ: {len(wrong)}", *wrong, sep="\n  " if wrong else "")
+    return 1 if wrong else 0
