@@ -74,6 +74,10 @@ class Settings(BaseSettings):
     """Most recommendation requests that wait; beyond it the answer is 429, requests."""
     serving_deadline_seconds: float = Field(default=10.0, gt=0)
     """How long a recommendation request may wait before it is given up, seconds."""
+    serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
+    serving_cursor_seconds: int = Field(default=900, ge=1)
+    """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a worker process shows its metrics on loopback; ``semantide up`` gives its workers this one and the next. 0: none."""
     otlp_endpoint: str = ""

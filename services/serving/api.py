@@ -7,8 +7,10 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from semantide.services.serving import explanation, exploration
 from semantide.services.serving.batcher import Overloaded
 from semantide.services.serving.contract import (
     CandidatesAnswer,
@@ -16,19 +18,30 @@ from semantide.services.serving.contract import (
     Explanation,
     HistoryItem,
     LiveAnswer,
+    NearItem,
     PromoteRequest,
     RecommendationAnswer,
     RecommendationRequest,
     RecommendedItem,
     RollbackRequest,
+    SplitAnswer,
+    SplitRequest,
     Timing,
+    VariantAnswer,
 )
 from semantide.services.serving.engine import Recommendation
-from semantide.services.serving.registry import RegistryState
+from semantide.services.serving.explanation import Neighbour
+from semantide.services.serving.exploration import POOL, Mixed, seed_of
+from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
+from semantide.services.serving.registry import LIVE, RegistryState
 from semantide.services.serving.service import Served, Service, Wish
-from semantide.shared.errors import TransientError
-from semantide.shared.http import APIRouter, HTTPException
+from semantide.services.serving.variants import Choice
+from semantide.shared.errors import NotFound, SemantideError, TransientError
+from semantide.shared.http import APIRouter, HTTPException, run_in_threadpool
 from semantide.shared.room import Room
+from semantide.shared.telemetry import logger
+
+_DRAW_SECONDS = 3600  # for which one user's draw of new items stays as it is
 
 _services: dict[int, Service] = {}
 _process = secrets.token_hex(6)  # with a counter, an id of every request without asking the system for randomness each time
@@ -59,31 +72,38 @@ def ready(room: Room) -> tuple[bool, str]:
 
 
 def build(room: Room) -> APIRouter:
-    """Recommendations, promotion, rollback."""
+    """Recommendations, promotion, rollback, splits."""
     router = APIRouter(prefix="/v1")
     service = _service(room)
-    actions = room.settings.actions
+    settings = room.settings
 
-    @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first")
+    @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first; with a cursor the next page")
     async def recommend(body: RecommendationRequest) -> RecommendationAnswer:
         begin = time.perf_counter()
-        wish = _wish(body, actions)
-        try:
-            served, waited = await asyncio.wrap_future(service.submit(wish))
-        except Overloaded as error:
-            service.meters.request("overloaded")
-            raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
-        except TransientError:
-            service.meters.request("unavailable")
-            raise
-        except Exception:
-            service.meters.request("failed")
-            raise
-        service.meters.request("short" if served.answer.short_reason else "ok")
+        if body.cursor is not None:
+            return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
+        wish = _wish(body, settings.actions)
+        choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
+        share = settings.serving_exploration if body.explore and choice.bundle.new_items else 0.0
+        seed = seed_of(wish.who, choice.bundle.pair.catalog, int(time.time() // _DRAW_SECONDS))
+        places = exploration.places(wish.n, share, seed)
+        wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
+        outcome, *fresh = await asyncio.gather(*(_ask(service, wish, choice) for wish in wishes), return_exceptions=True)
+        if isinstance(outcome, BaseException):
+            raise _refusal(service, outcome, choice)
+        served, waited = outcome
+        mixed = exploration.mix(served.answer.items, _found(fresh), places, _new_items(served), seed)
         total = time.perf_counter() - begin
+        service.meters.request("short" if served.answer.short_reason else "ok", choice.variant)
         service.meters.stage("queue", waited)
         service.meters.stage("total", total)
-        return _answer(served, body.explain, waited, total)
+        if mixed.explored:
+            service.meters.explored(len(mixed.explored))
+        near = await run_in_threadpool(_nearest, served, mixed) if body.explain else None
+        answer = _answer(served, mixed, near, waited, total)
+        if body.depth is None or len(answer.items) <= body.n:
+            return answer
+        return await run_in_threadpool(_first_page, service, answer, body)
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
@@ -97,15 +117,100 @@ def build(room: Room) -> APIRouter:
     def live() -> LiveAnswer:
         return _live(service, service.registry.read())
 
+    @router.put("/serving/variants", tags=["serving"], summary="Give some of the users to other models; these are loaded and tried first")
+    def divide(body: SplitRequest) -> SplitAnswer:
+        wanted = [(wish.name, wish.model, wish.catalog, wish.share) for wish in body.variants]
+        return _split(service, service.divide(body.salt, wanted, body.force, body.reason))
+
+    @router.get("/serving/variants", tags=["serving"], summary="How users are divided between the live model and variants")
+    def split() -> SplitAnswer:
+        return _split(service, service.registry.read())
+
     @router.get("/serving/candidates", tags=["serving"], summary="Models that may be promoted")
     def candidates() -> CandidatesAnswer:
         return CandidatesAnswer(candidates=list(service.registry.read().candidates))
 
-    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, rollbacks and catalog extensions")
+    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, rollbacks, splits and catalog extensions")
     def decisions() -> DecisionsAnswer:
         return DecisionsAnswer(decisions=list(service.registry.read().decisions))
 
     return router
+
+
+async def _ask(service: Service, wish: Wish, choice: Choice) -> tuple[Served, float]:
+    """One search, and the seconds that it waited."""
+    return await asyncio.wrap_future(service.submit(wish, choice))
+
+
+def _refusal(service: Service, error: BaseException, choice: Choice) -> BaseException:
+    """What the client is told, counted."""
+    kind = "overloaded" if isinstance(error, Overloaded) else "unavailable" if isinstance(error, TransientError) else "failed"
+    service.meters.request(kind, choice.variant)
+    if isinstance(error, Overloaded):
+        return HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))})
+    return error
+
+
+def _found(fresh: Sequence[tuple[Served, float] | BaseException]) -> tuple[Recommendation, ...]:
+    """What the search among new items found; its failure takes nothing from the list itself."""
+    found: tuple[Recommendation, ...] = ()
+    for outcome in fresh:
+        if not isinstance(outcome, BaseException):
+            found += outcome[0].answer.items
+        elif not isinstance(outcome, SemantideError):
+            logger("serving").error("the search among new items failed", error=str(outcome), exc_info=outcome)
+    return found
+
+
+def _new_items(served: Served) -> frozenset[str]:
+    bundle = served.choice.bundle
+    if not bundle.new_items:
+        return frozenset()
+    return frozenset(hit.item for hit in served.answer.items if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
+
+
+def _nearest(served: Served, mixed: Mixed) -> list[tuple[Neighbour, ...]]:
+    return explanation.nearest(served.choice.bundle, [hit.item for hit in mixed.items], served.answer.history)
+
+
+def _first_page(service: Service, answer: RecommendationAnswer, body: RecommendationRequest) -> RecommendationAnswer:
+    """The first page of an answer, and a cursor for the next one."""
+    token = service.pages.keep(Ranking(answer=answer, user=body.user, n=body.n))
+    return answer.model_copy(update={"items": answer.items[: body.n], "cursor": write_cursor(token, body.n), "short_reason": None})
+
+
+def _next_page(service: Service, body: RecommendationRequest, cursor: str, begin: float) -> RecommendationAnswer:
+    """A further page of a kept ranking.
+
+    Raises: ValueError, NotFound, BrokerUnavailable.
+    """
+    if others := sorted(body.model_fields_set - {"cursor", "n"}):
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in others)} given together with `cursor`: a further page is pinned to what its first page was asked for; send `cursor` and at most `n`"
+        )
+    token, place = read_cursor(cursor)
+    try:
+        ranking = service.pages.read(token)
+    except NotFound:
+        service.meters.page("expired")
+        raise
+    n = body.n if "n" in body.model_fields_set else ranking.n
+    page = turn(ranking.answer.items, place, n, service.hidden(ranking.user))
+    service.meters.page("ok")
+    ended = f"the ranking of {len(ranking.answer.items)} items ends here: ask for a first page with a larger `depth`"
+    return ranking.answer.model_copy(
+        update={
+            "items": page.items,
+            "cursor": None if page.following is None else write_cursor(token, page.following),
+            "request_id": _request_id(),
+            "short_reason": None if len(page.items) == n else ranking.answer.short_reason or ended,
+            "timing": Timing(queue_ms=0.0, search_ms=0.0, total_ms=(time.perf_counter() - begin) * 1e3),
+        }
+    )
+
+
+def _request_id() -> str:
+    return f"{_process}-{next(_numbers):x}"
 
 
 def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
@@ -116,6 +221,10 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
     if (body.user is None) == (body.history is None):
         given = "neither" if body.user is None else "both"
         raise ValueError(f"{given} of `user` and `history` given: send one of them (for an unknown visitor any new user id will do)")
+    if body.depth is not None and body.depth < body.n:
+        raise ValueError(f"`depth` is {body.depth} and `n` {body.n}: rank at least as many items as the first page has")
+    if body.split_by is not None and body.user is not None:
+        raise ValueError(f"`split_by` is {body.split_by!r} and `user` {body.user!r}: a user is split by their own id; leave `split_by` out")
     events = None
     if body.history is not None:
         if not body.history:
@@ -124,7 +233,7 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
     return Wish(
         user=body.user,
         events=events,
-        n=body.n,
+        n=body.ranked,
         width=body.width,
         exclude_ids=tuple(body.exclude_ids),
         exclude_seen=body.exclude_seen,
@@ -146,26 +255,51 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[t
     return tuple((event.item, event.action) for event in history)
 
 
-def _answer(served: Served, explain: bool, waited: float, total: float) -> RecommendationAnswer:
+def _answer(served: Served, mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, waited: float, total: float) -> RecommendationAnswer:
     answer = served.answer
 
-    def item(hit: Recommendation) -> RecommendedItem:
-        explanation = Explanation(level_log_probabilities=list(hit.level_scores)) if explain else None
-        return RecommendedItem(item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explanation=explanation)
+    def item(place: int, hit: Recommendation) -> RecommendedItem:
+        explained = None
+        if near is not None:
+            nearest = [NearItem(item=one.item, title=one.title or None, similarity=one.similarity) for one in near[place]]
+            explained = Explanation(level_log_probabilities=list(hit.level_scores), nearest_history=nearest)
+        explored = hit.item in mixed.explored
+        return RecommendedItem(item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explored=explored, explanation=explained)
 
     return RecommendationAnswer(
-        items=[item(hit) for hit in answer.items],
+        items=[item(place, hit) for place, hit in enumerate(mixed.items)],
         model=served.pair.model,
         catalog=served.pair.catalog,
-        request_id=f"{_process}-{next(_numbers):x}",
+        variant=served.choice.variant,
+        request_id=_request_id(),
         based_on="history" if answer.history_items else "unconditional",
         beam_width=answer.width,
         history_items=answer.history_items,
         unknown_history_items=answer.unknown_history_items,
-        exact=answer.complete,
+        exact=answer.complete and not mixed.explored,
         short_reason=answer.short_reason,
         timing=Timing(queue_ms=waited * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
     )
+
+
+def _split(service: Service, state: RegistryState) -> SplitAnswer:
+    lineup, errors = service.swapper.lineup, service.swapper.status.variant_errors
+    answers = [
+        VariantAnswer(
+            name=variant.name,
+            model=variant.pair.model,
+            catalog=variant.pair.catalog,
+            share=variant.share,
+            loaded=lineup is not None and variant.name in lineup.bundles and lineup.bundles[variant.name].pair == variant.pair,
+            error=errors.get(variant.name),
+        )
+        for variant in state.split.variants
+    ]
+    if state.live is not None:
+        loaded = lineup is not None and lineup.live.pair == state.live
+        live = state.live.model_dump() | {"name": LIVE, "share": state.split.shares[LIVE], "loaded": loaded, "error": service.swapper.status.error}
+        answers.insert(0, VariantAnswer.model_validate(live))
+    return SplitAnswer(salt=state.split.salt, variants=answers)
 
 
 def _live(service: Service, state: RegistryState) -> LiveAnswer:

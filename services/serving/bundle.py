@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,17 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
 from semantide.shared.decoding.protocol import StepModel
 from semantide.shared.decoding.search_trie import SearchTrie
-from semantide.shared.errors import Corrupt
+from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.vocabulary import Vocabulary
+from semantide.shared.telemetry import logger
 from semantide.shared.trie import IntArray
 
 DEFAULT_HISTORY_ITEMS = 200
 _MASKS_KEPT = 32
+
+MaskKey = tuple[int, tuple[str, ...], tuple[str, ...], bool]  # version of availability, any category, all categories, only new items
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,16 @@ class MaskCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._masks: OrderedDict[tuple[int, tuple[str, ...], tuple[str, ...]], Mask] = OrderedDict()
+        self._masks: OrderedDict[MaskKey, Mask] = OrderedDict()
 
-    def get(self, key: tuple[int, tuple[str, ...], tuple[str, ...]]) -> Mask | None:
+    def get(self, key: MaskKey) -> Mask | None:
         """A mask that was made before."""
         with self._lock:
             if mask := self._masks.get(key):
                 self._masks.move_to_end(key)
             return mask
 
-    def put(self, key: tuple[int, tuple[str, ...], tuple[str, ...]], mask: Mask) -> None:
+    def put(self, key: MaskKey, mask: Mask) -> None:
         """Keep a mask, forget the one used longest ago."""
         with self._lock:
             self._masks[key] = mask
@@ -76,6 +79,9 @@ class MaskCache:
 @dataclass(frozen=True)
 class Bundle:
     """A model, its catalog, and what is known of the items.
+
+    ``trained_items`` is how many items, the first rows, the model's own catalog had: the rows after them are younger than the model.
+    ``embed`` gives the model's vectors of tokens.
 
     Shapes: ``item_tokens_NL`` [N, L].
     """
@@ -89,15 +95,24 @@ class Bundle:
     rows_of_category: Mapping[str, IntArray]
     item_tokens_NL: npt.NDArray[np.int64]
     max_history_items: int
+    trained_items: int
+    embed: Callable[[Tensor], Tensor]
     reading: Reading = field(default_factory=Reading)
     masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
 
-    def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...]) -> Mask:
-        """Which items availability and categories allow."""
-        key = (unavailable.version, categories_any, categories_all)
+    @property
+    def new_items(self) -> int:
+        """Items that came after the model was trained."""
+        return max(0, len(self.catalog) - self.trained_items)
+
+    def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...], only_new: bool = False) -> Mask:
+        """Which items availability and categories allow, of all or of those younger than the model."""
+        key = (unavailable.version, categories_any, categories_all, only_new)
         if (mask := self.masks.get(key)) is not None:
             return mask
         allowed = np.ones(len(self.catalog), dtype=bool)
+        if only_new:
+            allowed[: self.trained_items] = False
         row_of = self.catalog.row_of
         allowed[[row_of[item] for item in unavailable.items if item in row_of]] = False
         if categories_any:
@@ -112,6 +127,15 @@ class Bundle:
         mask = Mask(None if allowed.all() else self.trie.prefix_counts(allowed), int(allowed.sum()))
         self.masks.put(key, mask)
         return mask
+
+    def vectors(self, rows: IntArray) -> npt.NDArray[np.float32]:
+        """The model's own vectors of items: the sum of those of their codes.
+
+        Shapes: [n] -> [n, D].
+        """
+        tokens_nL = torch.as_tensor(self.item_tokens_NL[rows], device=self.trie.device)
+        with torch.inference_mode():
+            return np.asarray(self.embed(tokens_nL).float().sum(1).cpu().numpy())
 
     def rows(self, items: tuple[str, ...]) -> IntArray:
         """Catalog rows of the items that the catalog has, in the same order."""
@@ -135,6 +159,17 @@ def read_header(folder: Path) -> dict[str, Any]:
 def _reading(header: Mapping[str, Any]) -> Reading:
     said = header.get("history") or {}
     return Reading(float(said.get("positive_intensity", Reading.positive_intensity)), str(said.get("deduplicate", Reading.deduplicate)))
+
+
+def _trained_items(store: ArtifactStore, header: Mapping[str, Any], catalog: Catalog) -> int:
+    """Size of the catalog that the model was trained on, which a later one only adds to; all of this one where that is not known."""
+    try:
+        folder = store.get(str(header.get("catalog") or ""), verify=False)
+        known = pq.read_table(folder / "items.parquet", columns=["item"])["item"].to_pylist()
+    except (NotFound, OSError):
+        logger("serving").info("the catalog that the model was trained on is not there, so no item counts as new", catalog=header.get("catalog"))
+        return len(catalog)
+    return len(known) if tuple(known) == catalog.item_ids[: len(known)] else len(catalog)
 
 
 def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[str, IntArray]]:
@@ -176,5 +211,7 @@ def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
         rows_of_category=rows_of_category,
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
+        trained_items=_trained_items(store, header, catalog),
+        embed=generator.embed,
         reading=_reading(header),
     )

@@ -27,7 +27,7 @@ class Query:
     """One request, with everything about its user already looked up.
 
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
-    ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
+    ``only_new`` leaves only items that are younger than the model. ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
     """
 
     history: tuple[str, ...] = ()
@@ -38,6 +38,7 @@ class Query:
     categories_all: tuple[str, ...] = ()
     variety: float = 0.0
     seed: int = 0
+    only_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Items of one query, best first.
+    """Items of one query, best first. ``history`` is what the model read of the query's, oldest first.
 
     ``complete`` says that the list is certainly the exact top of the allowed catalog; ``short_reason`` says why it is shorter than n, if it is.
     """
@@ -66,6 +67,7 @@ class Answer:
     dead_ends: int
     short_reason: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    history: tuple[str, ...] = ()
 
 
 def answer(bundle: Bundle, queries: Sequence[Query], unavailable: Callable[[], Unavailable], clock: Callable[[], float]) -> list[Answer]:
@@ -127,7 +129,7 @@ def _search(bundle: Bundle, queries: Sequence[Query], unavailable: Unavailable, 
     prompts = [bundle.vocabulary.history_tokens(bundle.item_tokens_NL[rows[max(0, len(rows) - bundle.max_history_items) :]]) for rows in histories]
     offsets = np.concatenate([[0], np.cumsum([len(prompt) for prompt in prompts])])
     widths = [effective_width(query, len(bundle.trie)) for query in queries]
-    masks = [bundle.mask(unavailable, query.categories_any, query.categories_all) for query in queries]
+    masks = [bundle.mask(unavailable, query.categories_any, query.categories_all, query.only_new) for query in queries]
     excluded = [bundle.rows(query.excluded) for query in queries]
     node_filter = None
     allowed = [len(bundle.trie)] * len(queries)
@@ -158,6 +160,7 @@ def _search(bundle: Bundle, queries: Sequence[Query], unavailable: Unavailable, 
                 dead_ends=int(hits.dead_ends_R[request]),
                 short_reason=_short_reason(bundle, query, len(recommendations), allowed[request]),
                 seconds=seconds,
+                history=tuple(bundle.catalog.item_ids[row] for row in histories[request][max(0, known - bundle.max_history_items) :]),
             )
         )
     seconds["format"] = clock() - searched

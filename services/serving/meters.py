@@ -22,7 +22,9 @@ class Meters:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
             yield Observation(depth())
 
-        self._requests = made.create_counter("semantide_recommendations", description="Answered requests, by outcome")
+        self._requests = made.create_counter("semantide_recommendations", description="Answered requests, by outcome and variant")
+        self._explored = made.create_counter("semantide_items_explored", description="Places of lists that were given to new items")
+        self._pages = made.create_counter("semantide_recommendation_pages", description="Further pages of rankings, by outcome")
         self._short = made.create_counter("semantide_recommendations_short", description="Answers with fewer than n items")
         self._dead_ends = made.create_counter("semantide_beam_dead_ends", description="Beams below which nothing allowed was left")
         self._unknown = made.create_counter("semantide_history_items_unknown", description="History items that the catalog does not have")
@@ -56,9 +58,17 @@ class Meters:
         """One stage took this long."""
         self._stage.record(seconds, {"stage": stage})
 
-    def request(self, outcome: str) -> None:
-        """One request ended so."""
-        self._requests.add(1, {"outcome": outcome})
+    def request(self, outcome: str, variant: str | None = None) -> None:
+        """One request ended so, on this side of a split."""
+        self._requests.add(1, {"outcome": outcome, "variant": variant or "none"})
+
+    def explored(self, count: int) -> None:
+        """So many new items took places of a list."""
+        self._explored.add(count)
+
+    def page(self, outcome: str) -> None:
+        """A further page was asked for."""
+        self._pages.add(1, {"outcome": outcome})
 
     def swap(self, outcome: str) -> None:
         """One attempt to change the live model ended so."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,14 @@ from typing import Any
 from semantide.services.serving.batcher import Batcher
 from semantide.services.serving.bundle import Bundle, load_bundle, read_header
 from semantide.services.serving.engine import Answer, Query, answer, warm_up
+from semantide.services.serving.exploration import seed_of
 from semantide.services.serving.meters import Meters
+from semantide.services.serving.pages import Pages
 from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import Profile, profile_of
-from semantide.services.serving.registry import Pair, Registry, RegistryState
+from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
+from semantide.services.serving.variants import Choice, Lineup
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
 from semantide.shared.broker import RedisError
@@ -42,25 +44,31 @@ class Wish:
     categories_any: tuple[str, ...] = ()
     categories_all: tuple[str, ...] = ()
     variety: float = 0.0
+    only_new: bool = False
+
+    @property
+    def who(self) -> str:
+        """Whom draws are seeded by: the user, or the history that was sent."""
+        return self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
 
     def query(self, profile: Profile) -> Query:
         """What the engine is asked, once the user's profile is known."""
         excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
-        return Query(profile.history, self.n, self.width, excluded, self.categories_any, self.categories_all, self.variety, self._seed())
-
-    def _seed(self) -> int:
-        if not self.variety:
-            return 0
-        who = self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
-        return int.from_bytes(hashlib.sha256(who.encode()).digest()[:8], "big")
+        seed = seed_of(self.who) if self.variety else 0
+        return Query(profile.history, self.n, self.width, excluded, self.categories_any, self.categories_all, self.variety, seed, self.only_new)
 
 
 @dataclass(frozen=True)
 class Served:
-    """An answer and the pair that gave it."""
+    """An answer, the bundle that gave it, and the variant that this bundle was chosen as."""
 
-    pair: Pair
+    choice: Choice
     answer: Answer
+
+    @property
+    def pair(self) -> Pair:
+        """Model and catalog."""
+        return self.choice.bundle.pair
 
 
 def load_and_warm(store: ArtifactStore, pair: Pair) -> Bundle:
@@ -93,7 +101,8 @@ class Service:
         self.registry = Registry(broker)
         self._histories = Histories(broker, settings.history_length, settings.history_ttl_seconds)
         self.availability = AvailabilityWatch(Availability(broker))
-        self.batcher: Batcher[Wish, Served] = Batcher(
+        self.pages = Pages(broker, settings.serving_cursor_seconds)
+        self.batcher: Batcher[tuple[Wish, Choice], Served] = Batcher(
             self._run, max_batch=settings.serving_batch, max_queue=settings.serving_queue, deadline_seconds=settings.serving_deadline_seconds
         )
         self.meters = Meters(self.batcher.depth)
@@ -124,13 +133,32 @@ class Service:
             return True, "serving: no model is live yet"
         return False, "serving: the live model is being loaded"
 
-    def submit(self, wish: Wish) -> Future[tuple[Served, float]]:
-        """Queue a request.
+    def choose(self, who: str | None = None, variant: str | None = None) -> Choice:
+        """The bundle that answers somebody; ``variant`` names one instead.
+
+        Raises: TransientError when no model is live, NotFound for an unknown variant.
+        """
+        return self._lineup().choose(who, variant)
+
+    def submit(self, wish: Wish, choice: Choice | None = None) -> Future[tuple[Served, float]]:
+        """Queue a request, for the chosen bundle or for its user's.
 
         Raises: Overloaded; TransientError when no model is live.
         """
-        self._bundle()
-        return self.batcher.submit(wish)
+        return self.batcher.submit((wish, choice or self.choose(wish.user)))
+
+    def hidden(self, user: str | None) -> frozenset[str]:
+        """Items that may not be shown now: unavailable, or disliked by this user.
+
+        Raises: BrokerUnavailable.
+        """
+        unavailable = self.availability.current.items
+        if user is None:
+            return unavailable
+        stored = self._look_up([user])
+        if isinstance(stored, Exception):
+            raise stored
+        return unavailable | set(profile_of(stored[user], self._settings.actions).blocked)
 
     def promote(self, model: str, catalog: str | None, force: bool, reason: str) -> RegistryState:
         """Load, warm and promote; what cannot be loaded changes nothing.
@@ -138,10 +166,29 @@ class Service:
         Raises: NotFound, Conflict.
         """
         with _refusing(model):
-            trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
-            pair = self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+            pair = self._resolve(model, catalog, force)
             self.swapper.prepare(pair)
         state = self.registry.promote(pair, reason=reason, forced=force)
+        self.swapper.poll()
+        return state
+
+    def divide(self, salt: str | None, wanted: Sequence[tuple[str, str, str | None, float]], force: bool, reason: str) -> RegistryState:
+        """Load, warm and set variants (name, model, catalog, share) beside the live model; what cannot be loaded changes nothing.
+
+        Without a salt the present one stays, so that nobody moves who need not.
+
+        Raises: NotFound, Conflict, ValueError.
+        """
+        variants = []
+        for name, model, catalog, share in wanted:
+            with _refusing(model):
+                variants.append(Variant(name=name, pair=self._resolve(model, catalog, force), share=share))
+        state = self.registry.read()
+        split = Split(salt=state.split.salt if salt is None else salt, variants=tuple(variants))
+        state.divided(split, 0)  # names and shares are checked before anything is loaded
+        with _refusing(", ".join(variant.name for variant in variants)):
+            self.swapper.prepare(*(variant.pair for variant in variants))
+        state = self.registry.divide(split, reason)
         self.swapper.poll()
         return state
 
@@ -158,9 +205,13 @@ class Service:
         self.swapper.poll()
         return state
 
-    def _bundle(self) -> Bundle:
-        bundle = self.swapper.bundle
-        if bundle is None:
+    def _resolve(self, model: str, catalog: str | None, force: bool) -> Pair:
+        trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
+        return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+
+    def _lineup(self) -> Lineup:
+        lineup = self.swapper.lineup
+        if lineup is None:
             status = self.swapper.status
             if status.error:
                 raise TransientError(f"the live model cannot be loaded ({status.error}): promote another one with POST /v1/serving/promote")
@@ -169,12 +220,21 @@ class Service:
             raise TransientError(
                 "no model is live: train one (POST /v1/jobs, kind train), then promote it with POST /v1/serving/promote (GET /v1/serving/candidates lists them)"
             )
-        return bundle
+        return lineup
 
-    def _run(self, wishes: list[Wish]) -> list[Served | Exception]:
-        bundle = self._bundle()
+    def _run(self, asked: list[tuple[Wish, Choice]]) -> list[Served | Exception]:
+        """Answer a batch, each bundle's part by itself."""
+        outcomes: dict[int, Served | Exception] = {}
+        for choice in {id(choice.bundle): choice for _, choice in asked}.values():
+            places = [place for place, (_, other) in enumerate(asked) if other.bundle is choice.bundle]
+            answers = self._run_one([asked[place][0] for place in places], choice.bundle)
+            for place, result in zip(places, answers, strict=True):
+                outcomes[place] = Served(asked[place][1], result) if isinstance(result, Answer) else result
+        return [outcomes[place] for place in range(len(asked))]
+
+    def _run_one(self, wishes: list[Wish], bundle: Bundle) -> list[Answer | Exception]:
         start = time.perf_counter()
-        outcomes: list[Served | Exception] = []
+        outcomes: list[Answer | Exception] = []
         asked: list[tuple[int, Query]] = []
         stored = self._look_up(list(dict.fromkeys(wish.user for wish in wishes if wish.user is not None and wish.events is None)))
         for place, wish in enumerate(wishes):
@@ -187,7 +247,7 @@ class Service:
         looked_up = time.perf_counter()
         answers = answer(bundle, [query for _, query in asked], lambda: self.availability.current, time.perf_counter)
         for (place, _), result in zip(asked, answers, strict=True):
-            outcomes[place] = Served(bundle.pair, result)
+            outcomes[place] = result
             self.meters.answered(result)
         self.meters.batch(len(wishes), {"lookup": looked_up - start, "search": time.perf_counter() - looked_up} | (answers[0].seconds if answers else {}))
         return outcomes
