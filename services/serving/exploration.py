@@ -27,8 +27,8 @@ class Mixed(NamedTuple):
 
 
 def seed_of(*parts: object) -> int:
-    """A number from anything that can be written."""
-    return int.from_bytes(hashlib.sha256("\n".join(map(str, parts)).encode()).digest()[:8], "big")
+    """A number from anything that can be written, other parts another number."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
 def places(n: int, share: float, seed: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def mix(ranked: Sequence[Recommendation], fresh: Sequence[Recommendation], wante
         extra += 1
     if not extra:
         return Mixed(tuple(ranked), frozenset())
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng((seed, 1))  # independent of what chose the places
     # The largest of scores with Gumbel noise are a draw without replacement from their softmax.
     noisy = np.array([hit.score for hit in pool]) + rng.gumbel(size=len(pool))
     drawn = iter([pool[index] for index in np.argsort(-noisy)[:extra]])

@@ -179,11 +179,13 @@ class Service:
 
         Raises: NotFound, Conflict, ValueError.
         """
+        state = self.registry.read()
+        present = {(variant.pair.model, variant.pair.catalog): variant.pair for variant in state.split.variants}  # was accepted once
         variants = []
         for name, model, catalog, share in wanted:
             with _refusing(model):
-                variants.append(Variant(name=name, pair=self._resolve(model, catalog, force), share=share))
-        state = self.registry.read()
+                pair = present.get((model, catalog or "")) or self._resolve(model, catalog, force)
+            variants.append(Variant(name=name, pair=pair, share=share))
         split = Split(salt=state.split.salt if salt is None else salt, variants=tuple(variants))
         state.divided(split, 0)  # names and shares are checked before anything is loaded
         with _refusing(", ".join(variant.name for variant in variants)):
