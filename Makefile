@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := kernels shared services
 
-.PHONY: help install demo test test-all check format types bench up down clean
+.PHONY: help install native demo test test-all check format types bench up down clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -26,13 +26,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+native: $(VENV)/.native  ## Build the C++ kernels in place (again, after a change of theirs)
+
+$(VENV)/.native: kernels/native.cpp $(wildcard kernels/*.h) pyproject.toml | install
+	$(BIN)/python -W ignore -c 'import setuptools; setuptools.setup()' build_ext --inplace
+	@touch $@
+
 demo: install  ## The whole loop on real data (DATASET=kuairand or ml-100k)
 	SEMANTIDE_DATA_DIR=.demo/$(DATASET) $(BIN)/semantide demo --dataset $(DATASET)
 
-test: install  ## The tests (a few minutes)
+test: native  ## The tests (a few minutes)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: install  ## The tests, slow ones too
+test-all: native  ## The tests, slow ones too
 	$(BIN)/python -m pytest -n auto --dist loadfile -m ''
 
 check: install  ## ruff, mypy, import-linter, chart lint
@@ -52,7 +58,7 @@ types: install  ## mypy --strict
 	here="$(CURDIR)"; status=0; (cd $$folder && "$$here/$(BIN)/mypy" --config-file "$$here/pyproject.toml" --cache-dir "$$here/.mypy_cache" -p semantide) || status=$$?; \
 	rm -rf $$folder; exit $$status
 
-bench: install  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
+bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
 	@status=0; for benchmark in ingestion semantic_ids quality swap; do data=""; echo "== $$benchmark"; \
 	case $$benchmark in semantic_ids|quality) \
 		if ! test -f "$(DATA)/beauty.seq"; then echo "passed over: no beauty.seq in $(DATA), name its folder with make bench DATA=..."; continue; fi; data="--data $(DATA)";; esac; \
@@ -66,4 +72,5 @@ down: install  ## Stop the stack of this folder
 
 clean:  ## Remove what was built (not .semantide, which holds your data)
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(VENV) .demo
+	rm -f kernels/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

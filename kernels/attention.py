@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
 
 
@@ -90,6 +91,41 @@ def beam_attention(
 
 
 @beam_attention.register("cpu")
+def beam_attention_native(
+    q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
+) -> Tensor:
+    """One pass over each prompt in C++: products, exponentials and sums of a block of keys stay in the processor's nearest cache.
+
+    Other types than float32, and gradients, take the torch way.
+    Raises: ValueError when shapes do not fit or an ancestor's row does not exist.
+    """
+    tensors = (q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD)
+    library = native.library()
+    if library is None or any(x.dtype != torch.float32 for x in tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return beam_attention_by_length(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
+    (requests, width, heads, size), groups, steps = q_RWHD.shape, prompt_k_TGD.shape[1], ancestors_RWS.shape[-1]
+    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
+    if own_k_NGD.shape != own_v_NGD.shape or own_k_NGD.shape[1:] != prompt_k_TGD.shape[1:] or ancestors_RWS.shape[:2] != (requests, width):
+        raise ValueError(
+            f"own keys {tuple(own_k_NGD.shape)}, own values {tuple(own_v_NGD.shape)}, ancestors {tuple(ancestors_RWS.shape)}: give own rows of the "
+            f"prompt's {groups} heads and size {size}, and ancestors of {requests} requests of {width} beams"
+        )
+    _bounds(offsets_R1, len(prompt_k_TGD))
+    q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    offsets_R1, ancestors_RWS = offsets_R1.long().contiguous(), ancestors_RWS.long().contiguous()
+    out_RWHD = torch.empty(q_RWHD.shape)
+    arguments = native.BEAM_ATTENTION.pack(
+        *(requests, width, heads, groups, share, size, steps, len(own_k_NGD)),
+        *(q_RWHD.data_ptr(), *q_RWHD.stride()[:3]),
+        *(prompt_k_TGD.data_ptr(), prompt_v_TGD.data_ptr(), *prompt_k_TGD.stride()[:2], *prompt_v_TGD.stride()[:2]),
+        *(offsets_R1.data_ptr(), own_k_NGD.data_ptr(), own_v_NGD.data_ptr(), *own_k_NGD.stride()[:2], *own_v_NGD.stride()[:2]),
+        *(ancestors_RWS.data_ptr(), out_RWHD.data_ptr(), 1 / math.sqrt(size)),
+    )
+    if native.call(library, "semantide_beam_attention", arguments):
+        raise ValueError(f"ancestors from {int(ancestors_RWS.min())} to {int(ancestors_RWS.max())}, but there are {len(own_k_NGD)} own rows")
+    return out_RWHD
+
+
 def beam_attention_by_length(
     q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
 ) -> Tensor:

@@ -70,10 +70,22 @@ class Settings(BaseSettings):
     """Times a job is started before a crash of its process counts as failure."""
     serving_batch: int = Field(default=32, ge=1)
     """Most recommendation requests answered together, requests."""
+    serving_round_beams: int = Field(default=1024, ge=1)
+    """Most beams of the requests answered together; a wider request goes alone, beams."""
+    serving_round_tokens: int = Field(default=16384, ge=1)
+    """Most prompt tokens of the requests answered together; a longer one goes alone, tokens."""
+    serving_workers: int = Field(default=0, ge=0)
+    """Threads that compute recommendations, each with its share of the cores. 0: one per two cores, at most 4."""
     serving_queue: int = Field(default=2048, ge=1)
     """Most recommendation requests that wait; beyond it the answer is 429, requests."""
     serving_deadline_seconds: float = Field(default=10.0, gt=0)
-    """How long a recommendation request may wait before it is given up, seconds."""
+    """How long a recommendation request may take before it is given up, seconds."""
+    serving_narrowing_seconds: float = Field(default=0.2, ge=0)
+    """Expected wait from which on searches use fewer beams, stepwise down to a quarter and never below n; the answers say so. 0: never, seconds."""
+    serving_kv_bytes: int = Field(default=1024**3, ge=1024**2)
+    """Most memory for keys and values of running recommendation requests; others wait, bytes."""
+    serving_prompt_cache_bytes: int = Field(default=256 * 1024**2, ge=0)
+    """Most memory for the prompts of users who may return, of each live model; 0: none is kept, bytes."""
     serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
     serving_cursor_seconds: int = Field(default=900, ge=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
 
 from semantide.shared.config import Settings
@@ -34,7 +36,8 @@ def start(process: str, settings: Settings) -> None:
         return
     _started = True
     resource = Resource.create({"service.name": f"semantide-{process}", "service.version": code_version()})
-    tracing = TracerProvider(resource=resource)
+    # Without a collector spans only lend their ids to logs and messages; recording them would cost every request time for nothing.
+    tracing = TracerProvider(resource=resource, sampler=DEFAULT_ON if settings.otlp_endpoint else ALWAYS_OFF)
     if settings.otlp_endpoint:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -114,6 +117,15 @@ def linked_span(room: str, name: str, trace_parents: Iterable[str]) -> Iterator[
     found = [trace.get_current_span(propagate.extract({"traceparent": kept})).get_span_context() for kept in trace_parents if kept]
     with tracer(room).start_as_current_span(name, links=[trace.Link(context) for context in found if context.is_valid]):
         yield
+
+
+def stage_spans(room: str, stages: Iterable[tuple[str, float, float]]) -> None:
+    """Spans below the current one of stages that were timed elsewhere: name, begin and end by ``time.perf_counter``."""
+    if not trace.get_current_span().is_recording():
+        return
+    made, epoch = tracer(room), time.time_ns() - time.perf_counter_ns()
+    for name, begin, end in stages:
+        made.start_span(name, start_time=epoch + int(begin * 1e9)).end(epoch + int(end * 1e9))
 
 
 def meter(name: str) -> metrics.Meter:

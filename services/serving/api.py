@@ -7,11 +7,12 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from semantide.services.serving import explanation, exploration
-from semantide.services.serving.batcher import Overloaded
+from semantide.services.serving.bundle import Bundle
 from semantide.services.serving.contract import (
     CandidatesAnswer,
     DecisionsAnswer,
@@ -29,17 +30,19 @@ from semantide.services.serving.contract import (
     Timing,
     VariantAnswer,
 )
-from semantide.services.serving.engine import Recommendation
+from semantide.services.serving.engine import Answer, Recommendation
 from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
 from semantide.services.serving.registry import LIVE, RegistryState
-from semantide.services.serving.service import Served, Service, Wish
-from semantide.services.serving.variants import Choice
+from semantide.services.serving.scheduler import Overloaded
+from semantide.services.serving.service import Service
+from semantide.services.serving.ticket import Passage
+from semantide.services.serving.wish import Wish
 from semantide.shared.errors import NotFound, SemantideError, TransientError
-from semantide.shared.http import APIRouter, HTTPException, run_in_threadpool
+from semantide.shared.http import APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.room import Room
-from semantide.shared.telemetry import logger
+from semantide.shared.telemetry import logger, stage_spans
 
 _DRAW_SECONDS = 3600  # for which one user's draw of new items stays as it is
 
@@ -78,32 +81,43 @@ def build(room: Room) -> APIRouter:
     settings = room.settings
 
     @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first; with a cursor the next page")
-    async def recommend(body: RecommendationRequest) -> RecommendationAnswer:
+    async def recommend(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
         wish = _wish(body, settings.actions)
-        choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
-        share = settings.serving_exploration if body.explore and choice.bundle.new_items else 0.0
-        seed = seed_of(wish.who, choice.bundle.pair.catalog, int(time.time() // _DRAW_SECONDS))
-        places = exploration.places(wish.n, share, seed)
-        wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
-        outcome, *fresh = await asyncio.gather(*(_ask(service, wish, choice) for wish in wishes), return_exceptions=True)
-        if isinstance(outcome, BaseException):
-            raise _refusal(service, outcome, choice)
-        served, waited = outcome
-        mixed = exploration.mix(served.answer.items, _found(fresh), places, _new_items(served), seed)
+        variant: str | None = None
+        try:
+            choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
+            bundle, variant = choice.bundle, choice.variant
+            seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS))
+            places = exploration.places(wish.n, settings.serving_exploration if body.explore and bundle.new_items else 0.0, seed)
+            wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
+            (answer, passage), *fresh = await _search(request, service, wishes, bundle)
+        except Overloaded as error:
+            service.meters.request("overloaded", variant)
+            raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
+        except ClientGone as error:
+            service.meters.request("cancelled", variant)
+            raise HTTPException(499, str(error)) from error
+        except TransientError:
+            service.meters.request("unavailable", variant)
+            raise
+        except Exception:
+            service.meters.request("failed", variant)
+            raise
+        mixed = exploration.mix(answer.items, [hit for found, _ in fresh for hit in found.items], places, _new_items(bundle, answer), seed)
         total = time.perf_counter() - begin
-        service.meters.request("short" if served.answer.short_reason else "ok", choice.variant)
-        service.meters.stage("queue", waited)
+        service.meters.request("short" if answer.short_reason else "ok", variant)
         service.meters.stage("total", total)
         if mixed.explored:
             service.meters.explored(len(mixed.explored))
-        near = await run_in_threadpool(_nearest, served, mixed) if body.explain else None
-        answer = _answer(served, mixed, near, waited, total)
-        if body.depth is None or len(answer.items) <= body.n:
-            return answer
-        return await run_in_threadpool(_first_page, service, answer, body)
+        stage_spans("serving", passage.marks)
+        near = await run_in_threadpool(explanation.nearest, bundle, [hit.item for hit in mixed.items], answer.history_rows) if body.explain else None
+        whole = _answer(answer, passage, variant, mixed, near, total)
+        if body.depth is None or len(whole.items) <= body.n:
+            return whole
+        return await run_in_threadpool(_first_page, service, whole, body)
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
@@ -137,40 +151,47 @@ def build(room: Room) -> APIRouter:
     return router
 
 
-async def _ask(service: Service, wish: Wish, choice: Choice) -> tuple[Served, float]:
-    """One search, and the seconds that it waited."""
-    return await asyncio.wrap_future(service.submit(wish, choice))
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
 
 
-def _refusal(service: Service, error: BaseException, choice: Choice) -> BaseException:
-    """What the client is told, counted."""
-    kind = "overloaded" if isinstance(error, Overloaded) else "unavailable" if isinstance(error, TransientError) else "failed"
-    service.meters.request(kind, choice.variant)
-    if isinstance(error, Overloaded):
-        return HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))})
-    return error
+async def _search(request: Request, service: Service, wishes: list[Wish], bundle: Bundle) -> list[tuple[Answer, Passage]]:
+    """Answers of the first wish and of those others that went well: their failure takes nothing from the first.
+
+    Should the client leave, the work is given up.
+
+    Raises: ClientGone, and what the first wish raises.
+    """
+    futures = [service.submit(wishes[0], bundle)]
+    for wish in wishes[1:]:
+        with suppress(TransientError):
+            futures.append(service.submit(wish, bundle))
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for future in futures:
+            future.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        first, *others = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+    finally:
+        watching.cancel()
+    if isinstance(first, BaseException):
+        if isinstance(first, asyncio.CancelledError):
+            raise ClientGone("the client left before the answer") from None
+        raise first
+    for other in others:
+        if isinstance(other, Exception) and not isinstance(other, SemantideError):
+            logger("serving").error("the search among new items failed", error=str(other), exc_info=other)
+    return [first, *(other for other in others if not isinstance(other, BaseException))]
 
 
-def _found(fresh: Sequence[tuple[Served, float] | BaseException]) -> tuple[Recommendation, ...]:
-    """What the search among new items found; its failure takes nothing from the list itself."""
-    found: tuple[Recommendation, ...] = ()
-    for outcome in fresh:
-        if not isinstance(outcome, BaseException):
-            found += outcome[0].answer.items
-        elif not isinstance(outcome, SemantideError):
-            logger("serving").error("the search among new items failed", error=str(outcome), exc_info=outcome)
-    return found
-
-
-def _new_items(served: Served) -> frozenset[str]:
-    bundle = served.choice.bundle
+def _new_items(bundle: Bundle, answer: Answer) -> frozenset[str]:
     if not bundle.new_items:
         return frozenset()
-    return frozenset(hit.item for hit in served.answer.items if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
-
-
-def _nearest(served: Served, mixed: Mixed) -> list[tuple[Neighbour, ...]]:
-    return explanation.nearest(served.choice.bundle, [hit.item for hit in mixed.items], served.answer.history)
+    return frozenset(hit.item for hit in answer.items if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
 
 
 def _first_page(service: Service, answer: RecommendationAnswer, body: RecommendationRequest) -> RecommendationAnswer:
@@ -255,9 +276,9 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[t
     return tuple((event.item, event.action) for event in history)
 
 
-def _answer(served: Served, mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, waited: float, total: float) -> RecommendationAnswer:
-    answer = served.answer
-
+def _answer(
+    answer: Answer, passage: Passage, variant: str | None, mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, total: float
+) -> RecommendationAnswer:
     def item(place: int, hit: Recommendation) -> RecommendedItem:
         explained = None
         if near is not None:
@@ -268,17 +289,19 @@ def _answer(served: Served, mixed: Mixed, near: list[tuple[Neighbour, ...]] | No
 
     return RecommendationAnswer(
         items=[item(place, hit) for place, hit in enumerate(mixed.items)],
-        model=served.pair.model,
-        catalog=served.pair.catalog,
-        variant=served.choice.variant,
+        model=answer.pair.model,
+        catalog=answer.pair.catalog,
+        variant=variant,
         request_id=_request_id(),
         based_on="history" if answer.history_items else "unconditional",
         beam_width=answer.width,
+        requested_beam_width=answer.requested_width,
+        narrowed=answer.narrowed,
         history_items=answer.history_items,
         unknown_history_items=answer.unknown_history_items,
         exact=answer.complete and not mixed.explored,
         short_reason=answer.short_reason,
-        timing=Timing(queue_ms=waited * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
+        timing=Timing(queue_ms=passage.seconds("queue", "wait") * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,14 @@ from semantide.services.serving.profile import Reading
 from semantide.services.serving.registry import Pair
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
-from semantide.shared.decoding.protocol import StepModel
+from semantide.shared.decoding.beam_search import Search
+from semantide.shared.decoding.kv_pool import KVLease
+from semantide.shared.decoding.protocol import NarrowingModel
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
+from semantide.shared.models.prompt_cache import PromptCache
 from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.telemetry import logger
 from semantide.shared.trie import IntArray
@@ -76,9 +79,23 @@ class MaskCache:
                 self._masks.popitem(last=False)
 
 
+class ServingModel(NarrowingModel, Protocol):
+    """What serving needs of a model beyond the search: what it will hold is known in advance, and prompts that were read before can be given back."""
+
+    def kv_bytes(self, prompt_tokens: int, width: int) -> int:
+        """Bytes of keys and values that a request of this prompt and width holds at most."""
+        ...
+
+    def begin(
+        self, tokens_T: Tensor, offsets_R1: Tensor, cached: Sequence[PromptKV | None] | None = None, leases: Sequence[KVLease] | None = None
+    ) -> tuple[Tensor, Any]:
+        """See ``StepModel``; the state has ``prompt_kv`` and ``read_R`` as that of ``GeneratorDecoder``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """A model, its catalog, and what is known of the items.
+    """A model, its catalog, and what is known of the items. ``prompts`` are kept of its users, and go with it.
 
     ``trained_items`` is how many items, the first rows, the model's own catalog had: the rows after them are younger than the model.
     ``embed`` gives the model's vectors of tokens.
@@ -87,7 +104,7 @@ class Bundle:
     """
 
     pair: Pair
-    model: StepModel
+    model: ServingModel
     vocabulary: Vocabulary
     catalog: Catalog
     trie: SearchTrie
@@ -99,6 +116,8 @@ class Bundle:
     embed: Callable[[Tensor], Tensor]
     reading: Reading = field(default_factory=Reading)
     masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
+    prompts: PromptCache = field(default_factory=lambda: PromptCache(0), repr=False, compare=False)
+    search: Callable[..., Search] = Search
 
     @property
     def new_items(self) -> int:
@@ -161,13 +180,14 @@ def _reading(header: Mapping[str, Any]) -> Reading:
     return Reading(float(said.get("positive_intensity", Reading.positive_intensity)), str(said.get("deduplicate", Reading.deduplicate)))
 
 
-def _trained_items(store: ArtifactStore, header: Mapping[str, Any], catalog: Catalog) -> int:
+def _trained_items(store: ArtifactStore, ref: object, pair: Pair, catalog: Catalog) -> int:
     """Size of the catalog that the model was trained on, which a later one only adds to; all of this one where that is not known."""
+    if ref == pair.catalog:
+        return len(catalog)
     try:
-        folder = store.get(str(header.get("catalog") or ""), verify=False)
-        known = pq.read_table(folder / "items.parquet", columns=["item"])["item"].to_pylist()
+        known = pq.read_table(store.get(str(ref or ""), verify=False) / "items.parquet", columns=["item"])["item"].to_pylist()
     except (NotFound, OSError):
-        logger("serving").info("the catalog that the model was trained on is not there, so no item counts as new", catalog=header.get("catalog"))
+        logger("serving").info("the catalog that the model was trained on is not there, so no item counts as new", model=pair.model, catalog=ref)
         return len(catalog)
     return len(known) if tuple(known) == catalog.item_ids[: len(known)] else len(catalog)
 
@@ -186,8 +206,8 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[st
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
-    """Read, verify and check a model against a catalog.
+def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -> Bundle:
+    """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
@@ -211,7 +231,8 @@ def load_bundle(store: ArtifactStore, pair: Pair) -> Bundle:
         rows_of_category=rows_of_category,
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
-        trained_items=_trained_items(store, header, catalog),
+        trained_items=_trained_items(store, header.get("catalog"), pair, catalog),
         embed=generator.embed,
         reading=_reading(header),
+        prompts=PromptCache(prompt_cache_bytes),
     )

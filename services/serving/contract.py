@@ -130,6 +130,7 @@ class Timing(Body):
 class RecommendationAnswer(Body):
     """Items, best first, and how they were found.
 
+    ``beam_width`` is what was used: less than ``requested_beam_width`` where the search was ``narrowed`` because many requests waited.
     ``based_on`` is "unconditional" where no known history item was there to continue. ``exact`` says that no allowed item outside the list can score higher.
     ``variant`` is the side of a split that answered, null outside of one. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
     """
@@ -142,6 +143,8 @@ class RecommendationAnswer(Body):
     request_id: str
     based_on: str
     beam_width: int
+    requested_beam_width: int
+    narrowed: bool
     history_items: int
     unknown_history_items: int
     exact: bool

@@ -1,6 +1,7 @@
 """Queries in, answers out: no network, no clock but the one passed in.
 
-A batch is cut into groups of similar width, so that a narrow request does not pay for a wide neighbour, and each group is one search.
+A group of queries is one search that is advanced round by round: the prefill, then one step for each further code. Who advances it, and what happens between
+two rounds, is the scheduler's business; ``answer`` simply advances until the end.
 What availability says is asked again when a search is done: an item that was withdrawn meanwhile is not handed out; its query is searched again.
 Legend: T tokens, R requests, W beams.
 """
@@ -9,17 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from semantide.services.serving.bundle import Bundle, Unavailable
-from semantide.shared.decoding.beam_search import Hits, beam_search
+from semantide.services.serving.narrowing import narrowed_width
+from semantide.services.serving.registry import Pair
+from semantide.services.serving.ticket import Mark, SearchAgain
+from semantide.shared.decoding.beam_search import Hits
+from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.decoding.search_trie import ItemFilter
+from semantide.shared.models.generator_decoder import PromptKV
+from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.trie import IntArray
 
 _SEARCHES = 3  # of one query whose items vanish while it runs
-_MAX_CELLS = 1 << 24  # logits of one step of one group
-_SMALL_WIDTH = 16
+_FULL_ROW = 1 << 14  # codes of a level up to which a beam counts as one; longer rows of logits count for more
+_MAX_BEAMS, _MAX_REQUESTS = 1024, 32  # of a group that ``answer`` makes
+
+Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,8 @@ class Query:
     """One request, with everything about its user already looked up.
 
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
-    ``only_new`` leaves only items that are younger than the model. ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
+    ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
+    ``user`` is whose prompt may be kept for the next time; None: nobody's. ``only_new`` leaves only items that are younger than the model.
     """
 
     history: tuple[str, ...] = ()
@@ -38,6 +51,7 @@ class Query:
     categories_all: tuple[str, ...] = ()
     variety: float = 0.0
     seed: int = 0
+    user: str | None = None
     only_new: bool = False
 
 
@@ -54,117 +68,268 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Items of one query, best first. ``history`` is what the model read of the query's, oldest first.
+    """Items of one query, best first, and the model and catalog that gave them.
 
+    ``width`` beams were used; ``requested_width`` would have been, had the search not been narrowed under load.
+    ``history_rows`` are the items that the model read, oldest first.
     ``complete`` says that the list is certainly the exact top of the allowed catalog; ``short_reason`` says why it is shorter than n, if it is.
     """
 
     items: tuple[Recommendation, ...]
+    pair: Pair
     width: int
+    requested_width: int
     history_items: int
     unknown_history_items: int
     complete: bool
     dead_ends: int
     short_reason: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    history: tuple[str, ...] = ()
+    history_rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False, compare=False)
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether fewer beams were used than asked for."""
+        return self.width < self.requested_width
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A query against one bundle, with all that does not change with the moment: its prompt, its width, what it leaves out.
+
+    ``read_rows`` are the items that the prompt spells. ``kept`` is the user's last prompt, of which ``tokens`` are not in common with this one.
+
+    Shapes: ``prompt`` [T].
+    """
+
+    bundle: Bundle
+    query: Query
+    prompt: Tokens
+    read_rows: IntArray
+    excluded: IntArray
+    width: int
+    known: int
+    kept: PromptKV | None = None
+    tokens: int = 0
+    searches: int = 0
+
+    @classmethod
+    def of(cls, bundle: Bundle, query: Query) -> Prepared:
+        """Look up a query's items, spell its history, and find what is kept of the user."""
+        rows = bundle.rows(query.history)
+        read_rows = history_window(rows, bundle.max_history_items)
+        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[read_rows])
+        width = effective_width(query, len(bundle.trie))
+        kept = bundle.prompts.get(query.user) if query.user is not None else None
+        # The last token is always read, whatever is kept.
+        common = min(kept.common_tokens(torch.as_tensor(prompt, device=kept.tokens_t.device)), len(prompt) - 1) if kept is not None else 0
+        return cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows), kept, len(prompt) - common)
+
+    @property
+    def history_items(self) -> int:
+        """Items that the prompt spells."""
+        return len(self.read_rows)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that it will hold at most."""
+        return self.bundle.model.kv_bytes(len(self.prompt), self.width)
+
+    @property
+    def family(self) -> object:
+        """Queries of one bundle are searched together."""
+        return self.bundle
+
+    @property
+    def beams(self) -> int:
+        """Its width, long rows of logits counting for more."""
+        return -(-self.width * max(max(self.bundle.vocabulary.level_sizes), _FULL_ROW) // _FULL_ROW)
+
+    @property
+    def rows(self) -> int:
+        """Rows that go through the model in all rounds."""
+        return self.tokens + (self.bundle.trie.levels - 1) * self.width
+
+    def narrowed(self, share: float) -> int:
+        """Its width when searches get this share of what they ask for; n items come back all the same."""
+        return narrowed_width(self.width, self.query.n, share)
+
+
+class Group:
+    """Prepared queries of one bundle under way together.
+
+    ``unavailable`` says what may not be recommended now. ``leases`` hold each query's memory until ``keep`` or ``close`` give it back.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Prepared],
+        unavailable: Callable[[], Unavailable],
+        clock: Callable[[], float],
+        *,
+        leases: Sequence[KVLease] = (),
+        share: float = 1.0,
+        on_end: Callable[[Group], None] = lambda _: None,
+    ) -> None:
+        self._bundle, self._unavailable, self._clock, self._on_end = requests[0].bundle, unavailable, clock, on_end
+        assert all(request.bundle is self._bundle for request in requests), "one search has one model"
+        self.requests, self._leases = list(requests), list(leases)
+        self.marks: list[Mark] = []
+        self.hits: Hits | None = None
+        self._state: Any = None
+        self._extension: tuple[torch.Tensor, torch.Tensor] | None = None
+        start = clock()
+        bundle, self._before = self._bundle, unavailable()
+        self.widths = [request.narrowed(share) for request in requests]
+        masks = [bundle.mask(self._before, request.query.categories_any, request.query.categories_all, request.query.only_new) for request in requests]
+        node_filter = None
+        self._allowed = [len(bundle.trie)] * len(requests)
+        if any(mask.counts is not None for mask in masks) or any(len(request.excluded) for request in requests):
+            distinct = {id(mask): mask for mask in masks}
+            place = {key: number for number, key in enumerate(distinct)}
+            everything = bundle.trie.prefix_counts(np.ones(len(bundle.trie), dtype=bool)) if any(m.counts is None for m in distinct.values()) else None
+            counts = [mask.counts if mask.counts is not None else everything for mask in distinct.values()]
+            node_filter = ItemFilter.build(
+                bundle.trie, [c for c in counts if c is not None], [place[id(mask)] for mask in masks], [request.excluded for request in requests]
+            )
+            self._allowed = list(node_filter.allowed)
+        self._search = bundle.search(bundle.trie, self.widths, node_filter)
+        self._mark("compose", start)
+
+    def next_rows(self) -> int:
+        """Rows that the next round puts through the model."""
+        return sum(self._search.counts) if self._search.level else sum(request.tokens for request in self.requests)
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Compute one round; whether there is another one.
+
+        Raises: PermanentError where the model's logits are not numbers, and what the model itself raises.
+        """
+        model, search, level = self._bundle.model, self._search, self._search.level
+        start = self._clock()
+        if level == 0:
+            device = self._bundle.trie.device
+            tokens_T = torch.as_tensor(np.concatenate([request.prompt for request in self.requests]), device=device)
+            offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
+            kept = [request.kept for request in self.requests]
+            logits, self._state = model.begin(tokens_T, offsets_R1, kept if any(kept) else None, self._leases or None)
+            start = self._mark("prefill", start)
+        else:
+            assert self._extension is not None, "advanced past the end"
+            logits = model.step(self._state, level, *self._extension, search.counts)
+            start = self._mark(f"step_{level}", start)
+        self._extension = search.select(logits)
+        if self._extension is None:
+            self.hits = search.hits()
+        self._mark("select", start)
+        return self._extension is not None
+
+    @torch.inference_mode()
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with these queries only; the memory of the others is free at once."""
+        gone = set(range(len(self.requests))) - set(places)
+        self._search.keep(places)
+        if self._extension is not None:
+            self._bundle.model.keep(self._state, places)
+            width = max(1, *self._search.counts)
+            parents_RW, codes_RW = self._extension
+            self._extension = parents_RW[list(places), :width], codes_RW[list(places), :width]
+        self.requests = [self.requests[place] for place in places]
+        self.widths, self._allowed = [self.widths[place] for place in places], [self._allowed[place] for place in places]
+        for place in gone:
+            if self._leases:
+                self._leases[place].release()
+        self._leases = [self._leases[place] for place in places] if self._leases else []
+
+    def answers(self) -> list[Answer | SearchAgain]:
+        """What was found, or that it has to be found again."""
+        hits, bundle, after = self.hits, self._bundle, self._unavailable()
+        assert hits is not None, "asked before the last round"
+        self._on_end(self)
+        seconds: dict[str, float] = {}
+        for stage, begin, end in self.marks:
+            seconds[stage] = seconds.get(stage, 0.0) + end - begin
+        answers: list[Answer | SearchAgain] = []
+        for place, request in enumerate(self.requests):
+            request.searches += 1
+            places = _places(hits, place, request.query, request.known)
+            recommendations = _recommendations(bundle, hits, place, places)
+            found = Answer(
+                items=recommendations,
+                pair=bundle.pair,
+                width=self.widths[place],
+                requested_width=request.width,
+                history_items=request.history_items,
+                unknown_history_items=len(request.query.history) - request.known,
+                complete=places == list(range(len(places))) and hits.complete(place, request.query.n),
+                dead_ends=int(hits.dead_ends_R[place]),
+                short_reason=_short_reason(bundle, request.query, len(recommendations), self._allowed[place]),
+                seconds=seconds,
+                history_rows=request.read_rows,
+            )
+            withdrawn = 0 if after.version == self._before.version else sum(hit.item in after.items for hit in found.items)
+            if withdrawn and request.searches < _SEARCHES:
+                answers.append(SearchAgain())
+            else:
+                answers.append(_without(found, after, withdrawn) if withdrawn else found)
+        self._remember()
+        return answers
+
+    def _remember(self) -> None:
+        """Keep the users' prompts for the next time."""
+        prompts = self._bundle.prompts
+        for place, request in enumerate(self.requests):
+            if request.query.user is not None and prompts.budget_bytes:
+                prompts.put(request.query.user, self._state.prompt_kv(place), self._state.read_R[place])
+
+    def close(self) -> None:
+        """Let go of the model's state and give all memory back."""
+        self._state = self._extension = None
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+
+    def _mark(self, stage: str, start: float) -> float:
+        now = self._clock()
+        self.marks.append((stage, start, now))
+        return now
 
 
 def answer(bundle: Bundle, queries: Sequence[Query], unavailable: Callable[[], Unavailable], clock: Callable[[], float]) -> list[Answer]:
-    """Answer a batch of queries with one bundle."""
-    answers: list[Answer | None] = [None] * len(queries)
-    for group in _groups(queries, bundle):
-        pending = list(group)
-        for attempt in range(_SEARCHES):
-            before = unavailable()
-            found = _search(bundle, [queries[index] for index in pending], before, clock)
-            after = unavailable()
-            again = []
-            for index, result in zip(pending, found, strict=True):
-                withdrawn = 0 if after.version == before.version else sum(hit.item in after.items for hit in result.items)
-                if withdrawn and attempt + 1 < _SEARCHES:
-                    again.append(index)
-                else:
-                    answers[index] = _without(result, after, withdrawn) if withdrawn else result
-            pending = again
-            if not pending:
-                break
-    return [result for result in answers if result is not None]
+    """Answer queries with one bundle, here and now."""
+    answers: dict[int, Answer] = {}
+    waiting = sorted(((place, Prepared.of(bundle, query)) for place, query in enumerate(queries)), key=lambda entry: entry[1].width)
+    while waiting:
+        size = 1
+        while size < min(len(waiting), _MAX_REQUESTS) and sum(request.beams for _, request in waiting[: size + 1]) <= _MAX_BEAMS:
+            size += 1
+        taken, waiting = waiting[:size], waiting[size:]
+        group = Group([request for _, request in taken], unavailable, clock)
+        while group.advance():
+            pass
+        for entry, found in zip(taken, group.answers(), strict=True):
+            if isinstance(found, SearchAgain):
+                waiting.append(entry)
+            else:
+                answers[entry[0]] = found
+    return [answers[place] for place in range(len(queries))]
 
 
 def warm_up(bundle: Bundle, clock: Callable[[], float]) -> None:
-    """Answer an empty and a longest history once: what is broken shows now, and the first user does not wait.
+    """Answer an empty and a longest history once, alone and together with others: what is broken shows now, and the first user does not wait.
 
     Raises: whatever the model raises.
     """
     longest = bundle.catalog.item_ids[: bundle.max_history_items]
     for history in ((), longest):
         answer(bundle, [Query(history=history)], Unavailable, clock)
+    answer(bundle, [Query(history=longest[-count:], width=width, excluded=longest[:3]) for count, width in ((1, 1), (9, 50), (5, 200))], Unavailable, clock)
 
 
 def effective_width(query: Query, items: int) -> int:
     """The beams of a query: at least n, so that n items come back, at most one per item of the catalog."""
     return max(1, min(max(query.width, query.n), items))
-
-
-def _groups(queries: Sequence[Query], bundle: Bundle) -> list[list[int]]:
-    """Indices of queries that are searched together: widths within a factor of two, logits within bounds."""
-    widths = [effective_width(query, len(bundle.trie)) for query in queries]
-    row = max(bundle.vocabulary.level_sizes)
-    groups: list[list[int]] = []
-    for index in sorted(range(len(queries)), key=lambda index: widths[index]):
-        group = groups[-1] if groups else None
-        fits = group is not None and widths[index] <= max(_SMALL_WIDTH, 2 * widths[group[0]]) and (len(group) + 1) * widths[index] * row <= _MAX_CELLS
-        if group is not None and fits:
-            group.append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
-def _search(bundle: Bundle, queries: Sequence[Query], unavailable: Unavailable, clock: Callable[[], float]) -> list[Answer]:
-    start = clock()
-    device = bundle.trie.device
-    histories = [bundle.rows(query.history) for query in queries]
-    prompts = [bundle.vocabulary.history_tokens(bundle.item_tokens_NL[rows[max(0, len(rows) - bundle.max_history_items) :]]) for rows in histories]
-    offsets = np.concatenate([[0], np.cumsum([len(prompt) for prompt in prompts])])
-    widths = [effective_width(query, len(bundle.trie)) for query in queries]
-    masks = [bundle.mask(unavailable, query.categories_any, query.categories_all, query.only_new) for query in queries]
-    excluded = [bundle.rows(query.excluded) for query in queries]
-    node_filter = None
-    allowed = [len(bundle.trie)] * len(queries)
-    if any(mask.counts is not None for mask in masks) or any(len(rows) for rows in excluded):
-        distinct = {id(mask): mask for mask in masks}
-        place = {key: number for number, key in enumerate(distinct)}
-        everything = bundle.trie.prefix_counts(np.ones(len(bundle.trie), dtype=bool)) if any(m.counts is None for m in distinct.values()) else None
-        counts = [mask.counts if mask.counts is not None else everything for mask in distinct.values()]
-        node_filter = ItemFilter.build(bundle.trie, [c for c in counts if c is not None], [place[id(mask)] for mask in masks], excluded)
-        allowed = list(node_filter.allowed)
-    prepared = clock()
-    tokens_T = torch.as_tensor(np.concatenate(prompts), device=device)
-    hits = beam_search(bundle.model, bundle.trie, tokens_T, torch.as_tensor(offsets, device=device), widths, node_filter=node_filter, clock=clock)
-    searched = clock()
-    seconds = {"filter": prepared - start, **hits.seconds}
-    answers = []
-    for request, query in enumerate(queries):
-        known = len(histories[request])
-        places = _places(hits, request, query, known)
-        recommendations = _recommendations(bundle, hits, request, places)
-        answers.append(
-            Answer(
-                items=recommendations,
-                width=widths[request],
-                history_items=min(known, bundle.max_history_items),
-                unknown_history_items=len(query.history) - known,
-                complete=places == list(range(len(places))) and hits.complete(request, query.n),
-                dead_ends=int(hits.dead_ends_R[request]),
-                short_reason=_short_reason(bundle, query, len(recommendations), allowed[request]),
-                seconds=seconds,
-                history=tuple(bundle.catalog.item_ids[row] for row in histories[request][max(0, known - bundle.max_history_items) :]),
-            )
-        )
-    seconds["format"] = clock() - searched
-    return answers
 
 
 def _places(hits: Hits, request: int, query: Query, known: int) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from semantide.services.serving.bundle import Bundle
+from semantide.shared.trie import IntArray
 
 NEAREST = 3
 
@@ -24,10 +25,10 @@ class Neighbour:
     similarity: float
 
 
-def nearest(bundle: Bundle, items: Sequence[str], history: Sequence[str], count: int = NEAREST) -> list[tuple[Neighbour, ...]]:
-    """For each item, the ``count`` items of the history that are closest to it, closest first; of equally close ones the latest first."""
-    distinct = tuple(dict.fromkeys(reversed(history)))
-    rows_n, rows_H = bundle.rows(tuple(items)), bundle.rows(distinct)
+def nearest(bundle: Bundle, items: Sequence[str], history_rows: IntArray, count: int = NEAREST) -> list[tuple[Neighbour, ...]]:
+    """For each item, the ``count`` items of the history (catalog rows, oldest first) that are closest to it, closest first; of equally close ones the latest."""
+    rows_n = bundle.rows(tuple(items))
+    rows_H = np.array(list(dict.fromkeys(history_rows[::-1].tolist())), dtype=np.int64)
     if not len(rows_n) or not len(rows_H):
         return [()] * len(items)
     vectors = bundle.vectors(np.concatenate([rows_n, rows_H]))

@@ -1,4 +1,4 @@
-"""The parts of serving, put together for one process: registry, live bundle, availability, batches."""
+"""The parts of serving, put together for one process: registry, live bundle, availability, scheduler."""
 
 from __future__ import annotations
 
@@ -6,77 +6,44 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from semantide.services.serving.batcher import Batcher
+import torch
+
+from semantide.services.serving.admission import GroupBounds
 from semantide.services.serving.bundle import Bundle, load_bundle, read_header
-from semantide.services.serving.engine import Answer, Query, answer, warm_up
-from semantide.services.serving.exploration import seed_of
+from semantide.services.serving.engine import Answer, Prepared, warm_up
 from semantide.services.serving.meters import Meters
+from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pages import Pages
 from semantide.services.serving.poller import Poller
-from semantide.services.serving.profile import Profile, profile_of
+from semantide.services.serving.profile import profile_of
+from semantide.services.serving.recommending import Asked, Recommending
 from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
+from semantide.services.serving.ticket import Passage
 from semantide.services.serving.variants import Choice, Lineup
+from semantide.services.serving.wish import Wish
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
 from semantide.shared.broker import RedisError
 from semantide.shared.config import Settings
+from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories
 
 _POLL_SECONDS = 0.1
+_MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A request as it waits in the queue. ``events`` are (item, action) in order of time; None stands for what is stored of ``user``."""
-
-    user: str | None
-    events: tuple[tuple[str, str], ...] | None
-    n: int
-    width: int
-    exclude_ids: tuple[str, ...] = ()
-    exclude_seen: bool = False
-    categories_any: tuple[str, ...] = ()
-    categories_all: tuple[str, ...] = ()
-    variety: float = 0.0
-    only_new: bool = False
-
-    @property
-    def who(self) -> str:
-        """Whom draws are seeded by: the user, or the history that was sent."""
-        return self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
-
-    def query(self, profile: Profile) -> Query:
-        """What the engine is asked, once the user's profile is known."""
-        excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
-        seed = seed_of(self.who) if self.variety else 0
-        return Query(profile.history, self.n, self.width, excluded, self.categories_any, self.categories_all, self.variety, seed, self.only_new)
-
-
-@dataclass(frozen=True)
-class Served:
-    """An answer, the bundle that gave it, and the variant that this bundle was chosen as."""
-
-    choice: Choice
-    answer: Answer
-
-    @property
-    def pair(self) -> Pair:
-        """Model and catalog."""
-        return self.choice.bundle.pair
-
-
-def load_and_warm(store: ArtifactStore, pair: Pair) -> Bundle:
+def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair)
+    bundle = load_bundle(store, pair, prompt_cache_bytes)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -102,23 +69,37 @@ class Service:
         self._histories = Histories(broker, settings.history_length, settings.history_ttl_seconds)
         self.availability = AvailabilityWatch(Availability(broker))
         self.pages = Pages(broker, settings.serving_cursor_seconds)
-        self.batcher: Batcher[tuple[Wish, Choice], Served] = Batcher(
-            self._run, max_batch=settings.serving_batch, max_queue=settings.serving_queue, deadline_seconds=settings.serving_deadline_seconds
+        self.pool = KVPool(settings.serving_kv_bytes)
+        self.narrowing = Narrowing(settings.serving_narrowing_seconds)
+        self.meters = Meters(self)
+        stages = Recommending(
+            self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter, on_end=self.meters.searched
         )
-        self.meters = Meters(self.batcher.depth)
-        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair), self.meters.swap)
+        cores = torch.get_num_threads()
+        workers = settings.serving_workers or min(max(1, cores // 2), _MOST_WORKERS)
+        self.scheduler: Scheduler[Asked, Prepared, Answer] = Scheduler(
+            stages,
+            workers=workers,
+            bounds=GroupBounds(settings.serving_batch, settings.serving_round_beams, settings.serving_round_tokens),
+            max_queue=settings.serving_queue,
+            deadline_seconds=settings.serving_deadline_seconds,
+            narrowing=self.narrowing,
+            watcher=self.meters,
+            on_worker=lambda: torch.set_num_threads(max(1, cores // workers)),
+        )
+        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes), self.meters.swap)
         self._pollers = [Poller("availability", _POLL_SECONDS, self.availability.poll), Poller("registry", _POLL_SECONDS, self.swapper.poll)]
 
     def start(self) -> None:
         """Learn what is unavailable, then begin; the live model is loaded in the background."""
         self.availability.poll()
-        self.batcher.start()
+        self.scheduler.start()
         for poller in self._pollers:
             poller.start()
 
     def stop(self) -> None:
-        """Finish what waits and end the threads."""
-        self.batcher.stop()
+        """Answer what waits and end the threads."""
+        self.scheduler.stop()
         for poller in self._pollers:
             poller.stop()
 
@@ -140,12 +121,12 @@ class Service:
         """
         return self._lineup().choose(who, variant)
 
-    def submit(self, wish: Wish, choice: Choice | None = None) -> Future[tuple[Served, float]]:
-        """Queue a request, for the chosen bundle or for its user's.
+    def submit(self, wish: Wish, bundle: Bundle | None = None) -> Future[tuple[Answer, Passage]]:
+        """Queue a request for a bundle, by default its user's; cancel the future to give it up.
 
         Raises: Overloaded; TransientError when no model is live.
         """
-        return self.batcher.submit((wish, choice or self.choose(wish.user)))
+        return self.scheduler.submit(Asked(wish, bundle or self.choose(wish.user).bundle))
 
     def hidden(self, user: str | None) -> frozenset[str]:
         """Items that may not be shown now: unavailable, or disliked by this user.
@@ -223,36 +204,6 @@ class Service:
                 "no model is live: train one (POST /v1/jobs, kind train), then promote it with POST /v1/serving/promote (GET /v1/serving/candidates lists them)"
             )
         return lineup
-
-    def _run(self, asked: list[tuple[Wish, Choice]]) -> list[Served | Exception]:
-        """Answer a batch, each bundle's part by itself."""
-        outcomes: dict[int, Served | Exception] = {}
-        for choice in {id(choice.bundle): choice for _, choice in asked}.values():
-            places = [place for place, (_, other) in enumerate(asked) if other.bundle is choice.bundle]
-            answers = self._run_one([asked[place][0] for place in places], choice.bundle)
-            for place, result in zip(places, answers, strict=True):
-                outcomes[place] = Served(asked[place][1], result) if isinstance(result, Answer) else result
-        return [outcomes[place] for place in range(len(asked))]
-
-    def _run_one(self, wishes: list[Wish], bundle: Bundle) -> list[Answer | Exception]:
-        start = time.perf_counter()
-        outcomes: list[Answer | Exception] = []
-        asked: list[tuple[int, Query]] = []
-        stored = self._look_up(list(dict.fromkeys(wish.user for wish in wishes if wish.user is not None and wish.events is None)))
-        for place, wish in enumerate(wishes):
-            if wish.events is None and isinstance(stored, Exception):
-                outcomes.append(stored)
-                continue
-            events = wish.events if wish.events is not None or isinstance(stored, Exception) else stored[wish.user or ""]
-            asked.append((place, wish.query(profile_of(events or (), self._settings.actions, bundle.reading))))
-            outcomes.append(TransientError("not answered yet"))
-        looked_up = time.perf_counter()
-        answers = answer(bundle, [query for _, query in asked], lambda: self.availability.current, time.perf_counter)
-        for (place, _), result in zip(asked, answers, strict=True):
-            outcomes[place] = result
-            self.meters.answered(result)
-        self.meters.batch(len(wishes), {"lookup": looked_up - start, "search": time.perf_counter() - looked_up} | (answers[0].seconds if answers else {}))
-        return outcomes
 
     def _look_up(self, users: list[str]) -> dict[str, tuple[tuple[str, str], ...]] | Exception:
         """Stored events of these users in one round trip, or why there are none: an explicit history must not wait for a broker that is away."""

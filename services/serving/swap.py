@@ -60,6 +60,12 @@ class Swapper:
         return self._lineup
 
     @property
+    def bundles(self) -> list[Bundle]:
+        """All that answer, each once."""
+        lineup = self._lineup
+        return list({id(bundle): bundle for bundle in ([lineup.live, *lineup.bundles.values()] if lineup else [])}.values())
+
+    @property
     def status(self) -> SwapStatus:
         """What is wanted and what is served."""
         return self._status
@@ -88,9 +94,7 @@ class Swapper:
 
     def _held(self) -> dict[Pair, Bundle]:
         """Everything that is loaded."""
-        lineup = self._lineup
-        bundles = [*self._prepared.values(), *([lineup.live, *lineup.bundles.values()] if lineup else [])]
-        return {bundle.pair: bundle for bundle in bundles}
+        return {bundle.pair: bundle for bundle in [*self._prepared.values(), *self.bundles]}
 
     def _follow(self, wanted: Pair | None, previous: tuple[Pair, ...]) -> None:
         present = self._lineup.live.pair if self._lineup else None

@@ -16,7 +16,6 @@ from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.models.seen_bias import earlier_counts
-from semantide.shared.models.vocabulary import BEGIN
 
 
 class Objective(Protocol):
@@ -49,7 +48,7 @@ class NextToken:
             batch, probes_T = with_probes(batch)
         targets_TL = self._item_tokens_NL[batch.values]
         offsets_B1 = batch.offsets_B1 * vocabulary.levels
-        hidden_TLD = self.model(_shifted(targets_TL.flatten(), offsets_B1, BEGIN), offsets_B1).unflatten(0, (-1, vocabulary.levels))
+        hidden_TLD = self.model(_shifted(targets_TL.flatten(), offsets_B1, vocabulary.begin), offsets_B1).unflatten(0, (-1, vocabulary.levels))
         firsts_L = torch.tensor([vocabulary.first(level) for level in range(vocabulary.levels)], device=targets_TL.device)
         seen = [
             earlier_counts(targets_TL - firsts_L, batch.offsets_B1, level, size) if self.model.config.seen_bias else None

@@ -158,7 +158,7 @@ def overridden(config: C, changes: Mapping[str, Any], path: str) -> C:
     values: dict[str, Any] = {}
     for name, value in changes.items():
         where = f"{path}{name}"
-        if name not in known or name in ("recipe", "level_sizes", "num_items", "vocab_size"):
+        if name not in known or name in ("recipe", "level_sizes", "num_items", "vocab_size", "layout"):
             raise ValueError(f"config field {where!r} is unknown or not to be set: known are {', '.join(path + n for n in known)}")
         default = known[name]
         if is_dataclass(default):

@@ -6,7 +6,7 @@ width >= n, without widening. Should items vanish between two levels (a filter t
 
 Beams are kept in node order, which is the lexicographic order of their codes. Candidates then come in node order too, so the first of several equal
 candidates is the one with the smallest codes: ties are settled by position, and a parent's children stay adjacent.
-Legend: R requests, W beams, L levels, K codes of a level, B live beams of all requests, C candidates of all requests, P candidates of the busiest request.
+Legend: R requests, W beams, B live beams of all requests, L levels, K codes of a level.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from semantide.kernels.beam_select import beam_select
 from semantide.shared.decoding.protocol import StepModel
 from semantide.shared.decoding.search_trie import NodeFilter, SearchTrie
 from semantide.shared.errors import PermanentError
 from semantide.shared.trie import Trie
 
 Normalisation = Literal["row", "children"]
-
-_LOWEST = -1e300  # of a valid candidate; below it only padding (-inf)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Hits:
 
     ``complete`` says that no item outside the list can score higher: every prefix that was dropped scores below the request's last result
     (log-probabilities only fall).
-    ``dead_ends`` counts beams below which nothing allowed was left.
+    ``dead_ends`` counts beams below which nothing allowed was left; ``candidates`` the children of all beams, ``visited`` those of them whose score was
+    compared with others'.
 
     Shapes: ``rows_RW`` int64 (catalog row, -1 past the end), ``scores_RW`` float64 (log-probability, -inf past the end), ``level_scores_RWL`` float64,
     ``counts_R``, ``dead_ends_R`` int64, ``dropped_R`` float64 (best score that was dropped).
@@ -47,6 +47,7 @@ class Hits:
     dead_ends_R: Tensor
     dropped_R: Tensor
     candidates: int
+    visited: int
     seconds: dict[str, float]
 
     def complete(self, request: int, n: int) -> bool:
@@ -69,132 +70,98 @@ class Search:
         device, requests = trie.device, len(widths)
         self.level = 0
         self.candidates = 0
+        self.visited = 0
+        self._owners_R = torch.arange(requests, device=device)
         self._widths_R = torch.tensor([min(width, len(trie)) for width in widths], dtype=torch.int64, device=device)
         self._nodes_RW = torch.zeros(requests, 1, dtype=torch.int64, device=device)
-        self._live_RW = torch.ones(requests, 1, dtype=torch.bool, device=device)
+        self._live_R = torch.ones(requests, dtype=torch.int64, device=device)
         self._scores_RW = torch.zeros(requests, 1, dtype=torch.float64, device=device)
-        self._paths_RWL = torch.zeros(requests, 1, trie.levels, dtype=torch.float64, device=device)
+        self._path: list[tuple[Tensor, Tensor]] = []  # parents and the score of the step, per level: followed back once, at the end
         self._dead_ends_R = torch.zeros(requests, dtype=torch.int64, device=device)
         self._dropped_R = torch.full((requests,), -torch.inf, dtype=torch.float64, device=device)
 
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
         """Take the logits of this level, keep the best children, and say how the beams go on: parents and codes [R, W], or None at the end.
 
-        Shapes: ``logits`` [R, K] at level 0, else [R, W, K] for the beams of the last answer.
+        Shapes: ``logits`` [R, K] at level 0, else [R, W, K] for the beams of the last answer, or [B, K] for the real ones among them.
 
         Raises: PermanentError where the model's logits are not numbers.
         """
         trie, level = self._trie, self.level
-        if logits.dim() == 2:
-            logits = logits[:, None, :]
-        requests, width, num_codes = logits.shape
-        assert (requests, width) == self._nodes_RW.shape, (logits.shape, self._nodes_RW.shape)
-        if num_codes < trie.num_codes[level]:
+        logits = self._table(logits)
+        assert logits.shape[:2] == self._nodes_RW.shape, (logits.shape, self._nodes_RW.shape)
+        if logits.shape[2] < trie.num_codes[level]:
             raise ValueError(
-                f"the model has {num_codes} codes at level {level} and the catalog uses {trie.num_codes[level]}: use the catalog the model was trained for"
+                f"the model has {logits.shape[2]} codes at level {level} and the catalog uses {trie.num_codes[level]}: use the catalog the model was trained for"
             )
-
-        # Children of every live beam, in the order (request, node).
-        beams_B = self._live_RW.flatten().nonzero().squeeze(1)
-        nodes_B = self._nodes_RW.flatten()[beams_B]
-        first_B = trie.offsets[level][nodes_B]
-        counts_B = trie.offsets[level][nodes_B + 1] - first_B
-        positions_C = torch.repeat_interleave(torch.arange(len(beams_B), device=trie.device), counts_B)
-        starts_B = counts_B.cumsum(0) - counts_B
-        children_C = torch.arange(len(positions_C), device=trie.device) + (first_B - starts_B)[positions_C]
-        self.candidates += len(children_C)
-
-        logits_NK = logits.reshape(requests * width, num_codes)
-        if self._normalisation == "row":
-            rows_BK = logits_NK if len(beams_B) == len(logits_NK) else logits_NK[beams_B]
-            norms_B = torch.logsumexp(rows_BK.float(), 1).double()
-        else:
-            norms_B = _segment_logsumexp(logits_NK[beams_B[positions_C], trie.tokens[level][children_C]].double(), positions_C, len(beams_B))
-        if not bool(torch.isfinite(norms_B).all()):
+        leaves = None if self._filter is None else self._filter.at(level + 1).leaves(level + 1, self._owners_R)
+        beams, among_children = (self._nodes_RW, self._live_R, self._scores_RW, self._widths_R), self._normalisation == "children"
+        try:
+            chosen = beam_select(logits, *beams, trie.offsets[level], trie.tokens[level], leaves, among_children)
+        except FloatingPointError:
             raise PermanentError(
                 f"the model's logits of level {level} are not finite numbers: its weights are damaged or overflow their type; promote another model"
-            )
-
-        if self._filter is not None:
-            alive_C = self._filter.alive(level + 1, beams_B[positions_C] // width, children_C).nonzero().squeeze(1)
-            children_C, positions_C = children_C[alive_C], positions_C[alive_C]
-            if level:
-                ended_B = torch.bincount(positions_C, minlength=len(beams_B)) == 0
-                self._dead_ends_R += torch.bincount(beams_B[ended_B] // width, minlength=requests)
-        slots_C = beams_B[positions_C]
-        requests_C = slots_C // width
-        codes_C = trie.tokens[level][children_C]
-        # A code of probability zero is still a valid one: it stays above the padding.
-        step_C = (logits_NK[slots_C, codes_C].double() - norms_B[positions_C]).clamp_(min=_LOWEST)
-        scores_C = (self._scores_RW.flatten()[slots_C] + step_C).clamp_(min=_LOWEST)
-
-        chosen_C, kept_R = self._best(scores_C, requests_C, requests)
-        beams = max(int(kept_R.max()), 1)
-        owner = requests_C[chosen_C]
-        place = owner * beams + torch.arange(len(chosen_C), device=trie.device) - (kept_R.cumsum(0) - kept_R)[owner]
-
-        def arrange(values: Tensor, fill: float) -> Tensor:
-            table = torch.full((requests * beams,), fill, dtype=values.dtype, device=trie.device)
-            table[place] = values
-            return table.view(requests, beams)
-
-        parents_RW = arrange(slots_C[chosen_C] % width, 0)
-        codes_RW = arrange(codes_C[chosen_C], 0)
-        self._live_RW = torch.arange(beams, device=trie.device) < kept_R[:, None]
-        self._nodes_RW = arrange(children_C[chosen_C], 0)
-        self._scores_RW = arrange(scores_C[chosen_C], -torch.inf)
-        self._paths_RWL = self._paths_RWL.gather(1, parents_RW[:, :, None].expand(-1, -1, trie.levels))
-        self._paths_RWL[:, :, level] = arrange(step_C[chosen_C], 0)
+            ) from None
+        self.candidates += chosen.children
+        self.visited += chosen.visited
+        self._nodes_RW, self._live_R, self._scores_RW = chosen.nodes_RW, chosen.kept_R, chosen.scores_RW
+        self._path.append((chosen.parents_RW, chosen.steps_RW))
+        self._dropped_R = torch.maximum(self._dropped_R, chosen.dropped_R)
+        if level:
+            self._dead_ends_R += chosen.dead_ends_R
         self.level += 1
-        if self.level == trie.levels or not len(chosen_C):
+        if self.level == trie.levels or not any(chosen.kept_R.tolist()):
             return None
-        return parents_RW, codes_RW
+        return chosen.parents_RW, chosen.codes_RW
 
-    def _best(self, scores_C: Tensor, requests_C: Tensor, requests: int) -> tuple[Tensor, Tensor]:
-        """Which candidates stay (ascending) and how many of each request: the highest scores, the first of equal ones."""
-        counts_R = torch.bincount(requests_C, minlength=requests)
-        kept_R = torch.minimum(counts_R, self._widths_R)
-        if bool((kept_R == counts_R).all()):
-            return torch.arange(len(scores_C), device=scores_C.device), kept_R
-        starts_R = counts_R.cumsum(0) - counts_R
-        columns_C = torch.arange(len(scores_C), device=scores_C.device) - starts_R[requests_C]
-        if requests == 1:
-            table_RP = scores_C[None]
-        else:
-            table_RP = torch.full((requests, int(counts_R.max())), -torch.inf, dtype=torch.float64, device=scores_C.device)
-            table_RP[requests_C, columns_C] = scores_C
-        ranked = torch.topk(table_RP, int(kept_R.max()), dim=1).values
-        threshold_R1 = ranked.gather(1, (kept_R[:, None] - 1).clamp_(min=0))
-        above_RP = table_RP > threshold_R1
-        equal_RP = (table_RP == threshold_R1) & (kept_R[:, None] > 0)
-        room_R1 = kept_R[:, None] - above_RP.sum(1, keepdim=True)
-        chosen_RP = above_RP | (equal_RP & (equal_RP.cumsum(1) <= room_R1))
-        self._dropped_R = torch.maximum(self._dropped_R, table_RP.masked_fill(chosen_RP, -torch.inf).amax(1))
-        return chosen_RP[requests_C, columns_C].nonzero().squeeze(1), kept_R
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Live beams of each request, the first ones of its row."""
+        return tuple(self._live_R.tolist())
+
+    def _table(self, logits: Tensor) -> Tensor:
+        """Logits as [R, W, K]; what stands in the place of dead beams is never read."""
+        if logits.dim() == 3:
+            return logits
+        if len(logits) == self._nodes_RW.numel():
+            return logits.unflatten(0, self._nodes_RW.shape)
+        table_RWK = logits.new_empty(*self._nodes_RW.shape, logits.shape[1])
+        table_RWK[torch.arange(table_RWK.shape[1], device=logits.device) < self._live_R[:, None]] = logits
+        return table_RWK
+
+    def keep(self, requests: Sequence[int]) -> None:
+        """Go on with these requests of the batch alone, in this order; the model's state has to be narrowed alike."""
+        rows_R = torch.as_tensor(list(requests), dtype=torch.int64, device=self._trie.device)
+        self._owners_R, self._widths_R, self._live_R = self._owners_R[rows_R], self._widths_R[rows_R], self._live_R[rows_R]
+        width = max(1, *self.counts)
+        self._nodes_RW, self._scores_RW = self._nodes_RW[rows_R, :width], self._scores_RW[rows_R, :width]
+        self._dead_ends_R, self._dropped_R = self._dead_ends_R[rows_R], self._dropped_R[rows_R]
+        self._path = [(parents_RW[rows_R], steps_RW[rows_R]) for parents_RW, steps_RW in self._path]
 
     def hits(self, seconds: dict[str, float] | None = None) -> Hits:
         """The results; call it after ``select`` has answered None."""
         finished = self.level == self._trie.levels
-        live_RW = self._live_RW if finished else torch.zeros_like(self._live_RW)
+        counts_R = self._live_R if finished else torch.zeros_like(self._live_R)
+        live_RW = torch.arange(self._nodes_RW.shape[1], device=self._trie.device) < counts_R[:, None]
         scores_RW, order = torch.sort(self._scores_RW.masked_fill(~live_RW, -torch.inf), dim=1, descending=True, stable=True)
         live_RW = live_RW.gather(1, order)
         leaves_RW = self._nodes_RW.gather(1, order).masked_fill(~live_RW, 0)
+        level_scores_RWL = torch.zeros(*order.shape, self._trie.levels, dtype=torch.float64, device=self._trie.device)
+        slots_RW = order
+        for level, (parents_RW, steps_RW) in reversed(list(enumerate(self._path))):
+            level_scores_RWL[:, :, level] = steps_RW.gather(1, slots_RW)
+            slots_RW = parents_RW.gather(1, slots_RW)
         return Hits(
             rows_RW=self._trie.leaf_items[leaves_RW].masked_fill(~live_RW, -1),
             scores_RW=scores_RW,
-            level_scores_RWL=self._paths_RWL.gather(1, order[:, :, None].expand(-1, -1, self._trie.levels)),
-            counts_R=live_RW.sum(1),
+            level_scores_RWL=level_scores_RWL,
+            counts_R=counts_R,
             dead_ends_R=self._dead_ends_R,
             dropped_R=self._dropped_R,
             candidates=self.candidates,
+            visited=self.visited,
             seconds=seconds or {},
         )
-
-
-def _segment_logsumexp(values_C: Tensor, segments_C: Tensor, count: int) -> Tensor:
-    """Log of the sum of exponentials within each segment."""
-    top = torch.full((count,), -torch.inf, dtype=values_C.dtype, device=values_C.device).scatter_reduce_(0, segments_C, values_C, "amax")
-    return torch.zeros_like(top).index_add_(0, segments_C, torch.exp(values_C - top[segments_C])).log() + top
 
 
 @torch.inference_mode()
@@ -239,5 +206,5 @@ def beam_search(
         if extension is None:
             return search.hits(seconds)
         start = now()
-        logits = model.step(state, search.level, *extension)
+        logits = model.step(state, search.level, *extension, search.counts)
         seconds["step"] += now() - start

@@ -1,10 +1,11 @@
 """What beam search needs of a model, and nothing more.
 
-Legend: R requests, T prompt tokens of all requests, W beams of a request, K codes of the level in question.
+Legend: R requests, T prompt tokens of all requests, W beams of the widest request, B beams of all requests, K codes of the level in question.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,12 +26,21 @@ class StepModel(Protocol):
         """
         ...
 
-    def step(self, state: Any, level: int, parents_RW: Tensor, codes_RW: Tensor) -> Tensor:
+    def step(self, state: Any, level: int, parents_RW: Tensor, codes_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Extend beams by one code and return the logits of ``level`` (from 1) over its full code row.
 
         New beam w of request r is the previous call's beam ``parents[r, w]`` (0, the prompt itself, where ``level`` is 1) followed by ``codes[r, w]``,
-        a code of level ``level - 1``. W may differ from call to call. Beams that a request does not need repeat parent 0 and code 0; their logits are ignored.
+        a code of level ``level - 1``. W may differ from call to call. Request r has ``counts[r]`` beams (W where it is None), the first ones of its row;
+        what follows them is parent 0 and code 0. A model may leave those out and return the rows of the real beams only, request after request.
 
-        Shapes: ``parents_RW``, ``codes_RW`` int64 [R, W]; logits [R, W, K].
+        Shapes: ``parents_RW``, ``codes_RW`` int64 [R, W]; logits [R, W, K], those of beams past the counts ignored, or [B, K].
         """
+        ...
+
+
+class NarrowingModel(StepModel, Protocol):
+    """A model whose running batch can lose requests."""
+
+    def keep(self, state: Any, requests: Sequence[int]) -> None:
+        """Go on with these requests of the batch only, in this (ascending) order; the memory of the others is freed."""
         ...

@@ -4,7 +4,7 @@ A filter never lists nodes: it counts allowed leaves. The leaves below a node ar
 a difference of two prefix counts (the mask many requests share: availability, categories) less the request's own excluded leaves in the range (two
 binary searches in one sorted list). A request with a short exclude list therefore costs nothing per item of the catalog, and a node is entered only
 when something below it may be returned.
-Legend: N items, L levels, M nodes of a depth, R requests, B distinct masks, E excluded leaves of all requests, C candidate nodes.
+Legend: N items, L levels, M nodes of a depth, R requests, B distinct masks, E excluded leaves of all requests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from semantide.kernels.beam_select import AllowedLeaves
 from semantide.shared.trie import IntArray, Trie
 
 BoolArray = npt.NDArray[np.bool_]
@@ -86,10 +87,10 @@ class SearchTrie:
 
 
 class NodeFilter(Protocol):
-    """What the search asks before it enters a node."""
+    """What the search asks before it enters the nodes of a depth."""
 
-    def alive(self, depth: int, requests_C: Tensor, nodes_C: Tensor) -> Tensor:
-        """Whether each request may return an item below each node of this depth: bool [C]."""
+    def at(self, depth: int) -> ItemFilter:
+        """What holds while nodes of this depth are entered."""
         ...
 
 
@@ -130,13 +131,11 @@ class ItemFilter:
         excluded = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64, device=trie.device)
         return cls(trie, counts, torch.as_tensor(list(mask_of), dtype=torch.int64, device=trie.device), excluded, tuple(allowed))
 
-    def alive(self, depth: int, requests_C: Tensor, nodes_C: Tensor) -> Tensor:
-        """Whether each request may return an item below each node of this depth: bool [C]."""
-        bounds = self.trie.leaf_bounds[depth]
-        first, last = bounds[nodes_C], bounds[nodes_C + 1]
-        masks = self.mask_of_R[requests_C]
-        count = self.counts_BN1[masks, last] - self.counts_BN1[masks, first]
-        if len(self.excluded_E):
-            base = requests_C * (len(self.trie) + 1)
-            count = count - torch.searchsorted(self.excluded_E, base + last) + torch.searchsorted(self.excluded_E, base + first)
-        return count > 0
+    def at(self, depth: int) -> ItemFilter:
+        """The same at every depth."""
+        return self
+
+    def leaves(self, depth: int, owners_R: Tensor) -> AllowedLeaves:
+        """What the selection of nodes of this depth asks; ``owners_R`` says which of this filter's requests each row is."""
+        bounds = self.trie.leaf_bounds
+        return AllowedLeaves(bounds[depth - 1], bounds[depth], self.counts_BN1, self.mask_of_R, self.excluded_E, owners_R)

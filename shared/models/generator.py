@@ -1,7 +1,7 @@
-"""The generator: a decoder-only transformer over the tokens of semantic ids, with the layers of Qwen3.
+"""The generator: a decoder-only transformer over the tokens of semantic ids, with the layers of the Qwen family.
 
-RMSNorm before each block, rotary positions, grouped-query attention with normalised queries and keys, SwiGLU. Parameter names are
-those of Hugging Face, so that weights load and save without conversion. Dropout and the scales are training-time additions that do not change the
+RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU; queries and keys are normalised as in Qwen3 or have biases as in Qwen2.5.
+Parameter names are those of Hugging Face, so that weights load and save without conversion. Dropout and the scales are training-time additions that do not change the
 saved model: ``save_pretrained`` folds the scales into the weights.
 Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value heads, d head size, K codes of a level, V tokens.
 """
@@ -20,7 +20,7 @@ from semantide.kernels.dropout import dropout
 from semantide.kernels.normalisation import rms_norm
 from semantide.kernels.rotary import rotate
 from semantide.shared.models.seen_bias import SeenBias
-from semantide.shared.models.vocabulary import Vocabulary
+from semantide.shared.models.vocabulary import Layout, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class GeneratorConfig:
     intermediate_size: int = 256
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    qk_norm: bool = True
+    """Whether queries and keys are normalised per head."""
+    qkv_bias: bool = False
+    output_bias: bool = False
     vocab_size: int = 0
     tie_word_embeddings: bool = True
     dropout: float = 0.0
@@ -53,15 +57,19 @@ class GeneratorConfig:
     """Whether each level's logits get a learned factor; folded into the head when saved."""
     seen_bias: bool = False
     """Whether logits are corrected by what the history holds (``seen_bias.py``); a saved model keeps it as a tensor of its own, which others leave out."""
+    layout: Layout = Layout()
+    """Which tokens are which."""
 
     def __post_init__(self) -> None:
-        size = Vocabulary(self.level_sizes).size if self.level_sizes else 0
+        size = Vocabulary(self.level_sizes, self.layout).size if self.level_sizes else 0
         if self.vocab_size == 0:
             object.__setattr__(self, "vocab_size", size)
         if self.vocab_size < size:
             raise ValueError(f"vocab_size {self.vocab_size} is smaller than the {size} tokens of levels {self.level_sizes}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}, and head_dim {self.head_dim} even")
+        if self.seen_bias and not self.layout.plain:
+            raise ValueError(f"seen_bias counts the items of histories with one begin token and nothing between items, not of {self.layout}")
         for name in ("dropout", "embedding_dropout", "token_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 up to but not including 1")
@@ -81,24 +89,30 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised, rotated queries and keys."""
+    """Grouped-query attention with rotated queries and keys."""
 
     def __init__(self, config: GeneratorConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, d], keys and values [T, G, d] at the given rotations."""
-        q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        return self.queries(x_TD, cos_T1d, sin_T1d), *self.keys_values(x_TD, cos_T1d, sin_T1d)
+
+    def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+        """Queries [T, H, d]."""
+        return rotate(self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))), cos_T1d, sin_T1d)
+
+    def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, G, d]."""
         k_TGd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
-        v_TGd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-        return rotate(q_THd, cos_T1d, sin_T1d), rotate(k_TGd, cos_T1d, sin_T1d), v_TGd
+        return rotate(k_TGd, cos_T1d, sin_T1d), self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
 
     def output(self, o_THd: Tensor) -> Tensor:
         """Heads back to the hidden size."""
@@ -136,6 +150,14 @@ class Layer(nn.Module):
         """Queries, keys and values of this layer's input."""
         return self.self_attn.project(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
 
+    def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+        """Queries alone, for a layer of whose places few are asked for."""
+        return self.self_attn.queries(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
+
+    def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone."""
+        return self.self_attn.keys_values(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
+
     def finish(self, x_TD: Tensor, o_THd: Tensor) -> Tensor:
         """The layer's output from its input and the attention's result."""
         x_TD = x_TD + dropout(self.self_attn.output(o_THd), self.rate, self.training)
@@ -159,7 +181,7 @@ class Generator(nn.Module):
     def __init__(self, config: GeneratorConfig) -> None:
         super().__init__()
         self.config = config
-        self.vocabulary = Vocabulary(config.level_sizes)
+        self.vocabulary = Vocabulary(config.level_sizes, config.layout)
         self.model = Trunk(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -167,8 +189,6 @@ class Generator(nn.Module):
             self.level_log_scale = nn.Parameter(torch.zeros(self.vocabulary.levels))
         if config.seen_bias:
             self.seen_bias = SeenBias(self.vocabulary)
-        self.register_buffer("inverse_frequency", config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim), persistent=False)
-        self.inverse_frequency: Tensor
         self._initialise()
 
     @torch.no_grad()
@@ -180,6 +200,8 @@ class Generator(nn.Module):
                 # What is added to the residual stream starts small, so that depth does not blow it up.
                 damping = (2 * self.config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 parameter.normal_(std=damping * parameter.shape[1] ** -0.5)
+            elif name.endswith(".bias"):
+                parameter.zero_()
 
     @property
     def layers(self) -> list[Layer]:
@@ -197,7 +219,9 @@ class Generator(nn.Module):
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""
-        angles = positions.to(torch.float32).unsqueeze(-1) * self.inverse_frequency
+        # Frequencies are no buffer: a model in a short type would round them, and turn far places by wrong angles.
+        powers = torch.arange(0, self.config.head_dim, 2, device=positions.device).float() / self.config.head_dim
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.config.rope_theta**-powers
         dtype = self.model.embed_tokens.weight.dtype
         return angles.cos().unsqueeze(-2).to(dtype), angles.sin().unsqueeze(-2).to(dtype)
 
@@ -238,16 +262,16 @@ class Generator(nn.Module):
         return hidden @ self.head_VD.T
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` in the layout of Hugging Face's Qwen3ForCausalLM."""
+        """Write ``config.json`` and ``model.safetensors`` as Hugging Face's Qwen3ForCausalLM or Qwen2ForCausalLM."""
         from semantide.shared.models.pretrained import save_generator
 
         save_generator(self, folder)
 
     @classmethod
     def from_pretrained(cls, folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
-        """Read a folder that ``save_pretrained`` or transformers' Qwen3ForCausalLM wrote.
+        """Read a folder that ``save_pretrained`` or transformers' Qwen3ForCausalLM or Qwen2ForCausalLM (Qwen2.5) wrote.
 
-        ``level_sizes`` says how the tokens divide where the folder's config does not.
+        ``level_sizes`` says how the tokens divide where the folder's config does not; ``pretrained.py`` says how a folder tells where they lie.
         Raises: NotFound, Corrupt, Conflict.
         """
         from semantide.shared.models.pretrained import load_generator

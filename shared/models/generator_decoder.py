@@ -1,46 +1,115 @@
 """Decoding steps of a generator: prompts are read once per request, beams append keys and values and never move them.
 
-Legend: R requests, W beams, T packed prompt tokens, N = R * W rows of a step, D hidden size, H query heads, G key/value heads, d head size,
-K codes of a level, C capacity of the beams' stores.
+Prompts that a user brought before can be given back (``cached``): only what follows the common beginning is then read. Of the last layer a prompt needs
+every key and value, but the output of its last place alone.
+Legend: R requests, W beams of the widest request, B live beams of all requests, T packed prompt tokens, N new ones among them, D hidden size,
+H query heads, G key/value heads, d head size, K codes of a level, L layers, C capacity of the beams' stores, t tokens of one prompt.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from semantide.kernels.attention import beam_attention, jagged_attention
+from semantide.kernels.prefix_attention import prefix_attention
 from semantide.shared.decoding.ancestry import Ancestry
+from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.seen_bias import SeenItems
 
 
+@dataclass(frozen=True)
+class PromptKV:
+    """Keys and values of one prompt, and its tokens, which say for what other prompts they are good.
+
+    Shapes: ``tokens_t`` [t], ``kv_L2tGd`` [L, 2, t, G, d] (keys, then values).
+    """
+
+    tokens_t: Tensor
+    kv_L2tGd: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """What it occupies."""
+        return self.kv_L2tGd.nbytes + self.tokens_t.nbytes
+
+    def common_tokens(self, tokens_t: Tensor) -> int:
+        """How many tokens another prompt begins with as this one does."""
+        shorter = min(len(tokens_t), len(self.tokens_t))
+        differ = (tokens_t[:shorter] != self.tokens_t[:shorter]).nonzero()
+        return int(differ[0]) if len(differ) else shorter
+
+
 class DecodingState:
-    """Keys and values of a batch of requests: of each prompt once, and of every beam of every step so far."""
+    """Keys and values of a batch of requests: of each prompt once, and of every beam of every step so far.
 
-    def __init__(self, offsets_R1: Tensor, num_layers: int) -> None:
-        self.offsets_R1 = offsets_R1
-        self.prompts: list[tuple[Tensor, Tensor]] = []
-        self.own: list[tuple[Tensor, Tensor]] = []
-        self.ancestry = Ancestry(len(offsets_R1) - 1, offsets_R1.device)
+    ``read_R`` says how many tokens of each prompt were read, the rest having been cached.
+
+    Shapes: ``prompt_L2TGd`` [L, 2, T, G, d], ``own_L2CGd`` [L, 2, C, G, d].
+    """
+
+    def __init__(self, tokens_T: Tensor, bounds: list[int], prompt_L2TGd: Tensor, leases: Sequence[KVLease] | None) -> None:
+        self.tokens_T, self.bounds, self.prompt_L2TGd = tokens_T, bounds, prompt_L2TGd
+        self.own_L2CGd = prompt_L2TGd[:, :, :0]
+        self.ancestry = Ancestry(len(bounds) - 1, tokens_T.device)
         self.seen: SeenItems | None = None
-        self._num_layers = num_layers
+        self.read_R: tuple[int, ...] = ()
+        self._leases = None if leases is None else list(leases)
+        self._token_bytes = prompt_L2TGd[:, :, 0].numel() * prompt_L2TGd.element_size() if bounds[-1] else 0
+        self._draw([end - begin for begin, end in pairwise(bounds)])
 
-    def reserve(self, rows: int, steps_left: int) -> None:
-        """Make room for this step's rows, and for as many in each step that is left."""
-        needed = self.ancestry.num_rows + rows
-        if self.own and len(self.own[0][0]) >= needed:
+    def _draw(self, tokens_R: Sequence[int]) -> None:
+        if self._leases is not None:
+            for lease, tokens in zip(self._leases, tokens_R, strict=True):
+                lease.draw(tokens * self._token_bytes)
+
+    def append(self, parents_RW: Tensor, counts: Sequence[int] | None, steps_left: int) -> tuple[Tensor, int, int]:
+        """Let new beams follow the given parents and make room for their rows: which live beams they follow, and the rows [begin, end) of the stores."""
+        begin = self.ancestry.num_rows
+        parents_B = self.ancestry.extend(parents_RW, counts)
+        self._draw(self.ancestry.counts)
+        end = self.ancestry.num_rows
+        if end > self.own_L2CGd.shape[2]:
+            shape = list(self.own_L2CGd.shape)
+            shape[2] = end + (end - begin) * steps_left
+            grown = self.own_L2CGd.new_empty(shape)
+            grown[:, :, :begin] = self.own_L2CGd[:, :, :begin]
+            self.own_L2CGd = grown
+        return parents_B, begin, end
+
+    def prompt_kv(self, request: int) -> PromptKV:
+        """Keys and values of one prompt, to be given back to ``begin`` another time; they stay as they are whatever becomes of the state."""
+        begin, end = self.bounds[request : request + 2]
+        if len(self.bounds) == 2:
+            return PromptKV(self.tokens_T, self.prompt_L2TGd)
+        return PromptKV(self.tokens_T[begin:end].clone(), self.prompt_L2TGd[:, :, begin:end].clone())
+
+    def keep(self, requests: Sequence[int]) -> None:
+        """Go on with these requests only; the memory of the others is freed.
+
+        Raises: ValueError where they do not ascend within the batch.
+        """
+        chosen, many = list(requests), len(self.bounds) - 1
+        if chosen != sorted(set(chosen)) or any(not 0 <= request < many for request in chosen):
+            raise ValueError(f"requests {chosen} of a batch of {many}: give each at most once, in ascending order, from 0 to {many - 1}")
+        if len(chosen) == many:
             return
-        capacity = needed + rows * steps_left
-        template = self.prompts[0][0]
-        grown = []
-        for layer in range(self._num_layers):
-            pair = (template.new_empty(capacity, *template.shape[1:]), template.new_empty(capacity, *template.shape[1:]))
-            if self.own:
-                for new, old in zip(pair, self.own[layer], strict=True):
-                    new[: self.ancestry.num_rows] = old[: self.ancestry.num_rows]
-            grown.append(pair)
-        self.own = grown
+        spans = [slice(self.bounds[request], self.bounds[request + 1]) for request in chosen]
+        self.tokens_T = torch.cat([self.tokens_T[:0], *(self.tokens_T[span] for span in spans)])
+        self.prompt_L2TGd = torch.cat([self.prompt_L2TGd[:, :, :0], *(self.prompt_L2TGd[:, :, span] for span in spans)], 2)
+        self.bounds = [0, *accumulate(span.stop - span.start for span in spans)]
+        beams_B, rows_N = self.ancestry.keep(chosen)
+        self.own_L2CGd = self.own_L2CGd[:, :, rows_N]
+        if self.seen is not None:
+            self.seen.keep(beams_B)
+        if self._leases is not None:
+            self._leases = [self._leases[request] for request in chosen]
+        self.read_R = tuple(self.read_R[request] for request in chosen)
 
 
 class GeneratorDecoder:
@@ -50,57 +119,127 @@ class GeneratorDecoder:
         self.generator = generator.eval()
         self.level_sizes = generator.config.level_sizes
 
+    def kv_bytes(self, prompt_tokens: int, width: int) -> int:
+        """Bytes of keys and values that a request of this prompt and width holds at most."""
+        config = self.generator.config
+        each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.generator.model.embed_tokens.weight.element_size()
+        return each * (prompt_tokens + width * (len(self.level_sizes) - 1))
+
     @torch.inference_mode()
-    def begin(self, tokens_T: Tensor, offsets_R1: Tensor) -> tuple[Tensor, DecodingState]:
+    def begin(
+        self,
+        tokens_T: Tensor,
+        offsets_R1: Tensor,
+        cached: Sequence[PromptKV | None] | None = None,
+        leases: Sequence[KVLease] | None = None,
+    ) -> tuple[Tensor, DecodingState]:
         """Read the prompts of R requests and return the logits [R, K] of level 0.
 
+        What a prompt has in common with the beginning of ``cached[r]`` is not read again; the result is the same. ``leases[r]`` is what request r
+        reserved: ``kv_bytes`` of its prompt and width.
+
         Shapes: ``tokens_T`` packs prompts of at least one token each.
-        Raises: ValueError for an empty prompt.
+        Raises: ValueError for an empty prompt, keys and values of another model, or a lease that is too small.
         """
-        lengths = offsets_R1.diff()
-        if len(lengths) and int(lengths.min()) < 1:
-            raise ValueError(f"prompt {int(lengths.argmin())} is empty: a prompt begins with token 0")
-        generator = self.generator
-        state = DecodingState(offsets_R1, generator.config.num_layers)
-        positions_T = torch.arange(len(tokens_T), device=tokens_T.device) - offsets_R1[:-1].repeat_interleave(lengths)
-        cos_T1d, sin_T1d = generator.rotation(positions_T)
-        x_TD = generator.embed(tokens_T)
-        for layer in generator.layers:
-            q_THd, k_TGd, v_TGd = layer.project(x_TD, cos_T1d, sin_T1d)
-            state.prompts.append((k_TGd, v_TGd))
-            x_TD = layer.finish(x_TD, jagged_attention(q_THd, k_TGd, v_TGd, offsets_R1))
+        bounds = offsets_R1.tolist()
+        spans = list(pairwise(bounds))
+        for request, (begin, end) in enumerate(spans):
+            if end <= begin:
+                raise ValueError(f"prompt {request} is empty: a prompt begins with token 0")
+        generator, device = self.generator, tokens_T.device
+        config, layers = generator.config, generator.layers
+        shape = (config.num_layers, 2, len(tokens_T), config.num_kv_heads, config.head_dim)
+        state = DecodingState(tokens_T, bounds, torch.empty(shape, dtype=generator.model.embed_tokens.weight.dtype, device=device), leases)
+        known_R = [0] * len(spans)
+        for request, prompt in enumerate(cached or ()):
+            if prompt is not None:
+                known_R[request] = self._reuse(prompt, state, *spans[request])
+        state.read_R = tuple(end - begin - known for (begin, end), known in zip(spans, known_R, strict=True))
+        lengths_R = offsets_R1.diff()
+        positions_N = torch.arange(len(tokens_T), device=device) - offsets_R1[:-1].repeat_interleave(lengths_R)
+        new_N: Tensor | slice = slice(None)
+        new_offsets_R1 = offsets_R1
+        if any(known_R):
+            new_N = (positions_N >= torch.tensor(known_R, device=device).repeat_interleave(lengths_R)).nonzero().squeeze(1)
+            positions_N = positions_N[new_N]
+            new_offsets_R1 = torch.tensor([0, *accumulate(state.read_R)], device=device)
+        cos_N1d, sin_N1d = generator.rotation(positions_N)
+        x_ND = generator.embed(tokens_T[new_N])
+        for layer, (k_TGd, v_TGd) in zip(layers[:-1], state.prompt_L2TGd, strict=False):
+            q_NHd, k_NGd, v_NGd = layer.project(x_ND, cos_N1d, sin_N1d)
+            k_TGd[new_N], v_TGd[new_N] = k_NGd, v_NGd
+            if new_offsets_R1 is offsets_R1:
+                o_NHd = jagged_attention(q_NHd, k_NGd, v_NGd, offsets_R1)
+            else:
+                o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_TGd, v_TGd, offsets_R1)
+            x_ND = layer.finish(x_ND, o_NHd)
+        k_TGd, v_TGd = state.prompt_L2TGd[-1]
+        k_TGd[new_N], v_TGd[new_N] = layers[-1].keys_values(x_ND, cos_N1d, sin_N1d)
+        last_R = new_offsets_R1[1:] - 1
+        x_RD = x_ND[last_R]
+        q_R1Hd = layers[-1].queries(x_RD, cos_N1d[last_R], sin_N1d[last_R]).unsqueeze(1)
+        no_rows = state.ancestry.rows_BS.view(len(spans), 1, 0)
+        o_R1Hd = beam_attention(q_R1Hd, k_TGd, v_TGd, offsets_R1, k_TGd[:0], v_TGd[:0], no_rows)
+        x_RD = layers[-1].finish(x_RD, o_R1Hd.squeeze(1))
         counts_RK = None
-        if generator.config.seen_bias:
+        if config.seen_bias:
             state.seen = SeenItems(tokens_T, offsets_R1, generator.vocabulary)
-            counts_RK = state.seen.counts(0).squeeze(1)
-        return generator.logits(generator.model.norm(x_TD[offsets_R1[1:] - 1]), 0, counts_RK), state
+            counts_RK = state.seen.counts(0)
+        return generator.logits(generator.model.norm(x_RD), 0, counts_RK), state
+
+    @staticmethod
+    def _reuse(prompt: PromptKV, state: DecodingState, begin: int, end: int) -> int:
+        """Copy what is known of the prompt at tokens [begin, end), and answer how many tokens that is.
+
+        The last token is always read, for its output; that both begin with token 0 is no reason to copy.
+        """
+        store = state.prompt_L2TGd
+        kept = prompt.kv_L2tGd
+        if (kept.shape[:2], kept.shape[3:], kept.dtype, kept.device) != (store.shape[:2], store.shape[3:], store.dtype, store.device):
+            raise ValueError(
+                f"keys and values of shape {tuple(kept.shape)}, {kept.dtype}, do not fit this model's {tuple(store.shape)}, {store.dtype}: "
+                "give back those that the same model made"
+            )
+        known = min(prompt.common_tokens(state.tokens_T[begin:end]), end - begin - 1)
+        if known < 2:
+            return 0
+        store[:, :, begin : begin + known] = kept[:, :, :known]
+        return known
 
     @torch.inference_mode()
-    def step(self, state: DecodingState, level: int, parents_RW: Tensor, codes_RW: Tensor) -> Tensor:
-        """Let beam w of request r extend beam ``parents_RW[r, w]`` by a code of level - 1; return the logits [R, W, K] of ``level``.
+    def step(self, state: DecodingState, level: int, parents_RW: Tensor, codes_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Let beam w of request r extend beam ``parents_RW[r, w]`` by a code of level - 1; return the logits of ``level``.
 
+        Shapes: [R, W, K], or with ``counts`` [B, K]: request r's first ``counts[r]`` beams only.
         Raises: ValueError when levels are not taken in order.
         """
-        taken = state.ancestry.rows_RWS.shape[-1]
+        taken = state.ancestry.steps
         if level != taken + 1 or level >= len(self.level_sizes):
             raise ValueError(f"level {level} after {taken} steps: levels follow one another, from 1 to {len(self.level_sizes) - 1}")
-        generator, (requests, width) = self.generator, parents_RW.shape
-        rows = requests * width
-        state.reserve(rows, len(self.level_sizes) - 1 - level)
-        begin = state.ancestry.num_rows
-        state.ancestry.extend(parents_RW)
-        tokens_N = (codes_RW + generator.vocabulary.first(level - 1)).flatten()
-        positions_N = (state.offsets_R1.diff() + level - 1).repeat_interleave(width)
-        cos_N1d, sin_N1d = generator.rotation(positions_N)
-        x_ND = generator.embed(tokens_N)
-        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(generator.layers, state.prompts, state.own, strict=True):
-            q_NHd, k_NGd, v_NGd = layer.project(x_ND, cos_N1d, sin_N1d)
-            own_k[begin : begin + rows], own_v[begin : begin + rows] = k_NGd, v_NGd
-            q_RWHd = q_NHd.unflatten(0, (requests, width))
-            o_RWHd = beam_attention(q_RWHd, prompt_k, prompt_v, state.offsets_R1, own_k, own_v, state.ancestry.rows_RWS)
-            x_ND = layer.finish(x_ND, o_RWHd.flatten(0, 1))
-        hidden_RWD = generator.model.norm(x_ND).unflatten(0, (requests, width))
-        if state.seen is None:
-            return generator.logits(hidden_RWD, level)
-        state.seen.extend(level - 1, parents_RW, codes_RW)
-        return generator.logits(hidden_RWD, level, state.seen.counts(level))
+        generator, ancestry = self.generator, state.ancestry
+        parents_B, begin, end = state.append(parents_RW, counts, len(self.level_sizes) - 1 - level)
+        codes_B = ancestry.pack(codes_RW, ancestry.counts)
+        bounds, runs = state.bounds, [run for run in ancestry.runs() if run.width]
+        offsets = [torch.tensor(bounds[run.first : run.last + 1], device=codes_B.device) - bounds[run.first] for run in runs]
+        positions = [place for (first, last), count in zip(pairwise(bounds), ancestry.counts, strict=True) for place in [last - first + level - 1] * count]
+        cos_B1d, sin_B1d = generator.rotation(torch.tensor(positions, device=codes_B.device))
+        x_BD = generator.embed(codes_B + generator.vocabulary.first(level - 1))
+        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(generator.layers, state.prompt_L2TGd, state.own_L2CGd, strict=True):
+            q_BHd, own_k[begin:end], own_v[begin:end] = layer.project(x_BD, cos_B1d, sin_B1d)
+            outputs = [q_BHd[:0]]
+            for run, offsets_R1 in zip(runs, offsets, strict=True):
+                tokens = slice(bounds[run.first], bounds[run.last])
+                q_RWHd = q_BHd[run.begin : run.end].unflatten(0, (-1, run.width))
+                outputs.append(beam_attention(q_RWHd, prompt_k[tokens], prompt_v[tokens], offsets_R1, own_k, own_v, run.rows_RWS).flatten(0, 1))
+            x_BD = layer.finish(x_BD, torch.cat(outputs) if len(runs) != 1 else outputs[1])
+        counts_BK = None
+        if state.seen is not None:
+            state.seen.extend(level - 1, parents_B, codes_B)
+            counts_BK = state.seen.counts(level)
+        logits_BK = generator.logits(generator.model.norm(x_BD), level, counts_BK)
+        return logits_BK if counts is not None else logits_BK.unflatten(0, tuple(parents_RW.shape))
+
+    def keep(self, state: DecodingState, requests: Sequence[int]) -> None:
+        """See ``NarrowingModel``."""
+        with torch.inference_mode():
+            state.keep(requests)

@@ -1,13 +1,22 @@
 """Reading and writing model folders: ``config.json`` beside ``model.safetensors``, in Hugging Face's layout.
 
 Everything that is read is checked: names, shapes and lengths, so that a truncated or foreign file is refused by name.
+
+A checkpoint of the Qwen family whose vocabulary was extended by the codes of semantic ids serves as it is. Where its codes lie is said by
+``semantide_level_sizes`` and ``semantide_layout`` in ``config.json``, or, for files that stay untouched, by ``semantide.json`` beside them:
+
+    {"level_sizes": [256, 256], "layout": {"begin": [151643], "between": [], "end": [], "firsts": [151665, 151921]}}
+
+``firsts`` is the token of each level's code 0. Where a level's tokens do not follow one another, ``tokens`` lists them all, level by level and code by
+code; the embedding's rows are then brought into that order in memory. A folder that says nothing has token 0 and then the codes.
+Legend: V tokens, L levels, K codes of a level, D hidden size.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +27,13 @@ from torch import Tensor
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.vocabulary import Layout
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_CARD = "semantide.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -74,8 +85,8 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, str(folder / _WEIGHTS), metadata={"format": "pt"})
 
 
-def fill(module: torch.nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Load tensors into a module after comparing names and shapes.
+def fill(module: torch.nn.Module, tensors: Mapping[str, Tensor], source: Path, assign: bool = False) -> None:
+    """Load tensors into a module after comparing names and shapes; with ``assign`` they become the module's own, whatever type they have.
 
     Raises: Corrupt.
     """
@@ -87,12 +98,13 @@ def fill(module: torch.nn.Module, tensors: Mapping[str, Tensor], source: Path) -
     if missing or unknown or wrong:
         parts = [f"missing {', '.join(missing[:3])}"] * bool(missing) + [f"unknown {', '.join(unknown[:3])}"] * bool(unknown) + wrong[:3]
         raise Corrupt(f"{source}: the tensors do not fit config.json ({'; '.join(parts)}): take config and weights from the same model")
-    module.load_state_dict(dict(tensors))
+    module.load_state_dict(dict(tensors), assign=assign)
 
 
 def save_generator(generator: Generator, folder: Path) -> None:
-    """Write a generator as Hugging Face's Qwen3ForCausalLM; scales of training are folded into the weights."""
+    """Write a generator as Hugging Face's Qwen3ForCausalLM, or Qwen2ForCausalLM; scales of training are folded into the weights."""
     config = generator.config
+    kind = _kind(config)
     tensors = {name: tensor.detach().clone() for name, tensor in generator.state_dict().items() if name != "level_log_scale"}
     tied = config.tie_word_embeddings and config.embedding_scale == 1 and not config.level_scales
     if not tied:
@@ -106,8 +118,8 @@ def save_generator(generator: Generator, folder: Path) -> None:
     write_config(
         folder,
         {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            "architectures": [f"{kind.capitalize()}ForCausalLM"],
+            "model_type": kind,
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -121,32 +133,87 @@ def save_generator(generator: Generator, folder: Path) -> None:
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": config.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "attention_bias": False,
+            "attention_bias": config.qkv_bias,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
             "tie_word_embeddings": tied,
-            "bos_token_id": 0,
+            "bos_token_id": config.layout.begin[0],
             "eos_token_id": None,
             "dtype": str(generator.model.embed_tokens.weight.dtype).removeprefix("torch."),
             "semantide_level_sizes": list(config.level_sizes),
+            "semantide_layout": config.layout.to_json(),
             "semantide_seen_bias": config.seen_bias,
         },
     )
 
 
+def _kind(config: GeneratorConfig) -> str:
+    """Hugging Face's name for these layers."""
+    traits = (config.qk_norm, config.qkv_bias, config.output_bias)
+    kinds = {(True, False, False): "qwen3", (True, True, True): "qwen3", (False, True, False): "qwen2"}
+    if traits not in kinds:
+        raise ValueError(f"qk_norm, qkv_bias, output_bias are {traits}: saved models are Qwen3 {list(kinds)[:2]} or Qwen2 {list(kinds)[2]}")
+    return kinds[traits]
+
+
 def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
-    """Read a Qwen3ForCausalLM folder as a generator; see ``Generator.from_pretrained``."""
+    """Read a Qwen3ForCausalLM or Qwen2ForCausalLM folder as a generator; see ``Generator.from_pretrained``."""
     header = read_config(folder)
-    config = generator_config(header, folder, level_sizes)
+    said, token_lists = _said(folder, header)
+    config = generator_config({**header, **said}, folder, level_sizes)
     tensors = read_weights(folder)
     if config.tie_word_embeddings:
         tensors.pop(_HEAD, None)
-    generator = Generator(config)
-    embedding = tensors.get(_EMBEDDING)
-    if embedding is not None and embedding.is_floating_point():
-        generator = generator.to(embedding.dtype)
-    fill(generator, tensors, folder)
-    return generator.eval()
+    if token_lists is not None:
+        _arrange(tensors, token_lists, config, folder)
+    with torch.device("meta"):
+        generator = Generator(config)
+    fill(generator, tensors, folder, assign=True)
+    embedding = generator.model.embed_tokens.weight
+    return generator.to(embedding.dtype if embedding.is_floating_point() else torch.float32).eval()
+
+
+def _said(folder: Path, header: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[int]] | None]:
+    """What the card beside ``config.json`` says of the codes' tokens, as fields of ``config.json``, and the tokens themselves where they are listed."""
+    path = folder / _CARD
+    if "semantide_level_sizes" in header or not path.is_file():
+        return {}, None
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+        said = {"semantide_level_sizes": card["level_sizes"]} if "level_sizes" in card else {}
+        layout = dict(card.get("layout") or {})
+        listed = layout.pop("tokens", None)
+        if listed is None:
+            return said | {"semantide_layout": layout}, None
+        lists = [[int(token) for token in level] for level in listed]
+        size, flat = int(header["vocab_size"]), [token for level in lists for token in level]
+        if len(set(flat)) != len(flat) or not all(0 <= token < size for token in flat):
+            raise ValueError(f"tokens are listed twice or beyond the vocabulary of {size}")
+        # The codes come last, in order; what is left keeps its order before them.
+        place = {token: number for number, token in enumerate(_others(flat, size))}
+        for name in ("begin", "between", "end"):
+            if name in layout:
+                layout[name] = [place[token] for token in layout[name]]
+        layout["firsts"] = [size - len(flat) + sum(map(len, lists[:level])) for level in range(len(lists))]
+        return said | {"semantide_level_sizes": [len(level) for level in lists], "semantide_layout": layout}, lists
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(f"{path}: {type(error).__name__} {error}: say level_sizes and layout as docs/api.md shows them") from error
+
+
+def _others(tokens: Sequence[int], size: int) -> list[int]:
+    taken = set(tokens)
+    return [token for token in range(size) if token not in taken]
+
+
+def _arrange(tensors: dict[str, Tensor], token_lists: list[list[int]], config: GeneratorConfig, source: Path) -> None:
+    """Bring the rows of embedding and head into the order of the layout."""
+    flat = [token for level in token_lists for token in level]
+    order_V = torch.tensor(_others(flat, config.vocab_size) + flat)
+    for name in (_EMBEDDING, _HEAD):
+        if name in tensors:
+            if len(tensors[name]) != config.vocab_size:
+                raise Corrupt(f"{source}: {name} has {len(tensors[name])} rows and config.json says {config.vocab_size}: take both from the same model")
+            tensors[name] = tensors[name][order_V]
 
 
 def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple[int, ...] | None = None) -> GeneratorConfig:
@@ -154,17 +221,19 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
 
     Raises: Conflict for a model of another shape, Corrupt for a field that is missing.
     """
-    if header.get("model_type") != "qwen3":
-        raise Conflict(f"{source}: model_type is {header.get('model_type')!r}, a generator needs 'qwen3'")
+    kind = header.get("model_type")
+    if kind not in ("qwen2", "qwen3"):
+        raise Conflict(f"{source}: model_type is {kind!r}, a generator needs 'qwen3' or 'qwen2' (which Qwen2.5 is)")
     rope = header.get("rope_parameters") or header.get("rope_scaling") or {}
+    windowed = [layer for layer in header.get("layer_types") or () if layer != "full_attention"]
     for name, value, wanted in (
         ("hidden_act", header.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", bool(header.get("attention_bias", False)), False),
-        ("use_sliding_window", bool(header.get("use_sliding_window", False)), False),
+        ("use_sliding_window", bool(header.get("use_sliding_window", False) or windowed), False),
         ("rope type", rope.get("rope_type", rope.get("type", "default")), "default"),
     ):
         if value != wanted:
-            raise Conflict(f"{source}: {name} is {value!r}, only {wanted!r} is supported: use a Qwen3 checkpoint without it")
+            raise Conflict(f"{source}: {name} is {value!r}, only {wanted!r} is supported: use a checkpoint without it")
+    biased = bool(header.get("attention_bias", False))
     try:
         heads = int(header["num_attention_heads"])
         vocab_size = int(header["vocab_size"])
@@ -182,10 +251,14 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
             intermediate_size=int(header["intermediate_size"]),
             rope_theta=theta,
             rms_norm_eps=float(header.get("rms_norm_eps", 1e-6)),
+            qk_norm=kind == "qwen3",
+            qkv_bias=biased or kind == "qwen2",
+            output_bias=biased and kind == "qwen3",
             vocab_size=vocab_size,
             tie_word_embeddings=bool(header.get("tie_word_embeddings", False)),
             initializer_range=float(header.get("initializer_range", 0.02)),
             seen_bias=bool(header.get("semantide_seen_bias", False)),
+            layout=Layout.of(header.get("semantide_layout") or {}),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{source}/config.json: {type(error).__name__} {error}: the field is missing or out of range; copy the model folder again") from error

@@ -3,7 +3,7 @@
 Attention alone is slow to learn that an item does not come twice, or how often a group of items does: the rule is about every code of every history at once.
 Here each code's logit gets a learned factor times log(1 + n), n being the history's items that agree with the code and with the prefix before it. Data
 without repeats drives the last level's factors down, data with repeats up; at the first levels a factor says how much a taste persists.
-Legend: T places, B sequences, L levels, K codes of a level, I items of the histories, P pairs, R requests, W beams.
+Legend: T places, B sequences, L levels, K codes of a level, I items of the histories, P pairs, R requests, B live beams of all requests while beams grow.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _pairs(keys_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SeenItems:
-    """The items of a batch of prompts, for counting while beams grow."""
+    """The items of a batch of prompts, for counting while beams grow; ``prefix_B`` numbers the prefix of every live beam."""
 
     def __init__(self, tokens_T: Tensor, offsets_R1: Tensor, vocabulary: Vocabulary) -> None:
         levels, lengths_R = vocabulary.levels, offsets_R1.diff()
@@ -76,22 +76,26 @@ class SeenItems:
         self._codes_IL = codes_IL[valid_I]
         self._keys_I = torch.arange(len(lengths_R), device=tokens_T.device).repeat_interleave(whole_R)[valid_I]
         self._sizes = vocabulary.level_sizes
-        self.prefix_RW = torch.arange(len(lengths_R), device=tokens_T.device)[:, None]
+        self.prefix_B = torch.arange(len(lengths_R), device=tokens_T.device)
 
-    def extend(self, level: int, parents_RW: Tensor, codes_RW: Tensor) -> None:
-        """Let every beam follow its parent and take a code of ``level``."""
-        self.prefix_RW = self.prefix_RW.gather(1, parents_RW) * self._sizes[level] + codes_RW
+    def extend(self, level: int, parents_B: Tensor, codes_B: Tensor) -> None:
+        """Let every new beam follow a live one and take a code of ``level``."""
+        self.prefix_B = self.prefix_B[parents_B] * self._sizes[level] + codes_B
         self._keys_I = self._keys_I * self._sizes[level] + self._codes_IL[:, level]
 
+    def keep(self, beams_B: Tensor) -> None:
+        """Go on with these live beams only."""
+        self.prefix_B = self.prefix_B[beams_B]
+
     def counts(self, level: int) -> Tensor:
-        """How many items share a beam's prefix and have code k at ``level``: [R, W, K], float32."""
+        """How many items share a beam's prefix and have code k at ``level``: [B, K], float32."""
         order_I = torch.argsort(self._keys_I)
-        sorted_I, beams_N = self._keys_I[order_I], self.prefix_RW.flatten()
-        first_N = torch.searchsorted(sorted_I, beams_N)
-        many_N = torch.searchsorted(sorted_I, beams_N, right=True) - first_N
-        rows_P = torch.arange(len(beams_N), device=beams_N.device).repeat_interleave(many_N)
-        places_P = torch.arange(len(rows_P), device=beams_N.device) + (first_N - many_N.cumsum(0) + many_N)[rows_P]
+        sorted_I = self._keys_I[order_I]
+        first_B = torch.searchsorted(sorted_I, self.prefix_B)
+        many_B = torch.searchsorted(sorted_I, self.prefix_B, right=True) - first_B
+        rows_P = torch.arange(len(self.prefix_B), device=sorted_I.device).repeat_interleave(many_B)
+        places_P = torch.arange(len(rows_P), device=sorted_I.device) + (first_B - many_B.cumsum(0) + many_B)[rows_P]
         num_codes = self._sizes[level]
-        counts = torch.zeros(len(beams_N) * num_codes, device=beams_N.device)
-        counts.index_add_(0, rows_P * num_codes + self._codes_IL[order_I[places_P], level], torch.ones(len(rows_P), device=beams_N.device))
-        return counts.view(*self.prefix_RW.shape, num_codes)
+        counts = torch.zeros(len(self.prefix_B) * num_codes, device=sorted_I.device)
+        counts.index_add_(0, rows_P * num_codes + self._codes_IL[order_I[places_P], level], torch.ones(len(rows_P), device=sorted_I.device))
+        return counts.view(-1, num_codes)

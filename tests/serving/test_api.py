@@ -5,6 +5,7 @@ import httpx
 import numpy as np
 import pytest
 
+from semantide.services.serving import engine
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
 from semantide.shared.broker import OwnBroker, connect
@@ -165,15 +166,15 @@ def test_metrics_show_requests_and_stages(server, monkeypatch):
 
 def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch):
     gate, taken = threading.Event(), threading.Event()
-    run = server.service.batcher._run
+    advance = engine.Group.advance
 
-    def held(wishes):
+    def held(group):
         taken.set()
         gate.wait(20)
-        return run(wishes)
+        return advance(group)
 
-    monkeypatch.setattr(server.service.batcher, "_run", held)
-    monkeypatch.setattr(server.service.batcher, "_max_queue", 2)
+    monkeypatch.setattr(engine.Group, "advance", held)
+    monkeypatch.setattr(server.service.scheduler, "_max_queue", 2)
 
     async def crowd() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=30) as client:

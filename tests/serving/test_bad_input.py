@@ -116,5 +116,5 @@ def test_clients_that_leave_take_nothing_with_them(server):
 
     asyncio.run(leave())
     assert len(server.items(history=["i1"])) == 10
-    wait_until(lambda: server.service.batcher.depth() == 0)
+    wait_until(lambda: server.service.scheduler.depth() + server.service.scheduler.running() == 0 == server.service.pool.in_use_bytes)
     assert threading.active_count() <= before + 40  # the web framework's own pool, never a thread a client

@@ -19,7 +19,7 @@ def test_the_nearest_items_of_the_history_are_those_of_the_largest_cosine(bundle
     rng = np.random.default_rng(0)
     items = [f"i{row}" for row in rng.permutation(200)[:12]]
     history = [f"i{row}" for row in rng.integers(0, 200, 40)]
-    for item, found in zip(items, nearest(bundle, items, history), strict=True):
+    for item, found in zip(items, nearest(bundle, items, bundle.rows(tuple(history))), strict=True):
         rows = sorted({int(name[1:]) for name in history})
         own = vectors[int(item[1:])]
         cosines = {f"i{row}": float(vectors[row] @ own / np.linalg.norm(vectors[row]) / np.linalg.norm(own)) for row in rows}
@@ -30,15 +30,14 @@ def test_the_nearest_items_of_the_history_are_those_of_the_largest_cosine(bundle
 
 
 def test_an_item_of_the_history_is_nearest_to_itself(bundle):
-    ((first, *_),) = nearest(bundle, ["i5"], ["i1", "i5", "i9", "i5"])
+    ((first, *_),) = nearest(bundle, ["i5"], np.array([1, 5, 9, 5]))
     assert first.item == "i5" and first.similarity == pytest.approx(1.0)
 
 
 def test_short_and_empty_histories_explain_with_what_there_is(bundle):
-    assert nearest(bundle, ["i1", "i2"], []) == [(), ()]
-    assert nearest(bundle, [], ["i1"]) == []
-    assert [len(found) for found in nearest(bundle, ["i1", "i2"], ["i3", "i3"])] == [1, 1]
-    assert nearest(bundle, ["i1"], ["unknown"]) == [()]
+    assert nearest(bundle, ["i1", "i2"], np.array([], dtype=np.int64)) == [(), ()]
+    assert nearest(bundle, [], np.array([1])) == []
+    assert [len(found) for found in nearest(bundle, ["i1", "i2"], np.array([3, 3]))] == [1, 1]
 
 
 def test_explanations_are_given_on_request_only(server):

@@ -26,7 +26,7 @@ class TableModel:
         self.calls.append((0, len(hashes), 1))
         return self.tables[0][hashes[:, 0]], {"hashes": hashes}
 
-    def step(self, state: Any, level: int, parents_RW: Tensor, codes_RW: Tensor) -> Tensor:
+    def step(self, state: Any, level: int, parents_RW: Tensor, codes_RW: Tensor, counts: Any = None) -> Tensor:
         state["hashes"] = (state["hashes"].gather(1, parents_RW) * 131 + codes_RW * 7 + level) % self.rows
         self.calls.append((level, *parents_RW.shape))
         return self.tables[level][state["hashes"]]

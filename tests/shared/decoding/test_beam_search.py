@@ -158,8 +158,8 @@ class Vanishing:
     def __init__(self, before: ItemFilter, after: ItemFilter, from_depth: int) -> None:
         self.before, self.after, self.from_depth = before, after, from_depth
 
-    def alive(self, depth, requests_C, nodes_C):
-        return (self.after if depth >= self.from_depth else self.before).alive(depth, requests_C, nodes_C)
+    def at(self, depth):
+        return self.after if depth >= self.from_depth else self.before
 
 
 def test_a_dead_end_shortens_the_list_is_counted_and_never_frees_the_constraint():

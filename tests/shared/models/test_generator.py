@@ -130,7 +130,7 @@ def test_foreign_and_incomplete_folders_are_refused_with_the_reason(tmp_path: Pa
             Generator.from_pretrained(tmp_path)
 
     refused(Conflict, "model_type is 'llama'", model_type="llama")
-    refused(Conflict, "attention_bias is True", attention_bias=True)
+    refused(Corrupt, "missing model.layers.0.self_attn.k_proj.bias", attention_bias=True)
     refused(Conflict, "rope type is 'yarn'", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4})
     refused(Corrupt, "hidden_size", hidden_size="absent")
     refused(Corrupt, "missing model.layers.2", num_hidden_layers=3)

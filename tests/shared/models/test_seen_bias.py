@@ -36,14 +36,15 @@ def test_beams_count_the_items_of_their_own_prompt_below_their_prefix(histories:
     seen = SeenItems(torch.cat(prompts), torch.tensor([0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()]), vocabulary)
     prefixes: list[list[tuple[int, ...]]] = [[()] for _ in histories]
     for level, size in enumerate(LEVELS):
-        counts = seen.counts(level)
+        counts = seen.counts(level).view(len(histories), -1, size)
         for request, history in enumerate(histories):
             for beam, prefix in enumerate(prefixes[request]):
                 assert counts[request, beam].tolist() == [sum(entry[: level + 1] == (*prefix, code) for entry in history) for code in range(size)]
         parents = torch.randint(len(prefixes[0]), (len(histories), 5), generator=random)
         codes = torch.randint(size, (len(histories), 5), generator=random)
         if level + 1 < len(LEVELS):
-            seen.extend(level, parents, codes)
+            first = torch.arange(len(histories))[:, None] * len(prefixes[0])
+            seen.extend(level, (parents + first).flatten(), codes.flatten())
         prefixes = [[(*prefixes[r][int(parents[r, w])], int(codes[r, w])) for w in range(5)] for r in range(len(histories))]
 
 
@@ -59,4 +60,4 @@ def test_a_fresh_bias_changes_nothing_and_a_trained_one_only_what_was_seen() -> 
 
 def test_tokens_that_are_no_items_are_not_counted() -> None:
     seen = SeenItems(torch.tensor([0, 1, 4, 6, 9, 1, 1]), torch.tensor([0, 7]), Vocabulary(LEVELS))
-    assert seen.counts(0).tolist() == [[[1, 0, 0]]]
+    assert seen.counts(0).tolist() == [[1, 0, 0]]

@@ -1,0 +1,201 @@
+// CPU kernels behind plain pointers: no torch and no Python headers, so one build fits every torch and every Python.
+// The bodies are compiled once per instruction set and chosen when the library is loaded; parallel regions are here, hot loops in the bodies.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+namespace {
+
+constexpr double kLowest = -1e300;  // of a valid candidate; only padding lies below it
+
+// Field by field what kernels/native.py passes; strides count floats.
+struct BeamAttention {
+  int64_t requests, width, heads, groups, share, size, steps, own_rows;
+  const float* q;
+  int64_t q_request, q_beam, q_head;
+  const float *prompt_k, *prompt_v;
+  int64_t prompt_k_row, prompt_k_head, prompt_v_row, prompt_v_head;
+  const int64_t* offsets;
+  const float *own_k, *own_v;
+  int64_t own_k_row, own_k_head, own_v_row, own_v_head;
+  const int64_t* ancestors;
+  float* out;
+  float scale;
+};
+
+struct BeamSelect {
+  int64_t requests, width, room, num_codes, among_children;
+  const float* logits;
+  const int64_t *nodes, *live;
+  const double* scores;
+  const int64_t *widths, *offsets, *codes;
+  const int64_t *leaf_bounds, *child_bounds;
+  const int32_t* counts;  // null without a filter
+  int64_t num_leaves;
+  const int64_t *mask_of, *owners, *excluded;
+  int64_t num_excluded;
+  int64_t *out_parents, *out_codes, *out_nodes;
+  double *out_scores, *out_steps;
+  int64_t *kept, *dead_ends;
+  double* dropped;
+  int64_t *children, *visited;
+};
+
+}  // namespace
+
+namespace basic {
+namespace {
+#define VECTOR_BYTES 16
+#define TILE_ROWS 4
+#include "simd.h"
+#include "beam_attention.h"
+#include "beam_select.h"
+#undef VECTOR_BYTES
+#undef TILE_ROWS
+}  // namespace
+}  // namespace basic
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+namespace avx2 {
+namespace {
+#define VECTOR_BYTES 32
+#define TILE_ROWS 6
+#include "simd.h"
+#include "beam_attention.h"
+#include "beam_select.h"
+#undef VECTOR_BYTES
+#undef TILE_ROWS
+}  // namespace
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
+namespace avx512 {
+namespace {
+#define VECTOR_BYTES 64
+#define TILE_ROWS 12
+#include "simd.h"
+#include "beam_attention.h"
+#include "beam_select.h"
+#undef VECTOR_BYTES
+#undef TILE_ROWS
+}  // namespace
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // __x86_64__
+
+namespace {
+
+struct Bodies {
+  const char* name;
+  bool (*beam_attention)(const BeamAttention&, int64_t, int64_t, int64_t, int64_t);
+  bool (*normalise)(const BeamSelect&, int64_t, double*, float*);
+  void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
+};
+
+const Bodies kBodies[] = {
+    {"basic", basic::beam_attention, basic::normalise, basic::beam_select},
+#if defined(__x86_64__)
+    {"avx2", avx2::beam_attention, avx2::normalise, avx2::beam_select},
+    {"avx512", avx512::beam_attention, avx512::normalise, avx512::beam_select},
+#endif
+};
+
+int best_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (wide && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return 2;
+  if (wide) return 1;
+#endif
+  return 0;
+}
+
+const int kBest = best_level();
+std::atomic<int> level{kBest};
+
+const Bodies& bodies() { return kBodies[level.load(std::memory_order_relaxed)]; }
+
+}  // namespace
+
+// Raised with every change of the structures above, so that a stale build is noticed.
+EXPORT int64_t semantide_version() { return 1; }
+
+EXPORT const char* semantide_instructions() { return bodies().name; }
+
+// Choose a lower instruction set (0, 1, 2), for tests; returns the one in use.
+EXPORT int64_t semantide_limit(int64_t wanted) {
+  level = static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(wanted, kBest)));
+  return level;
+}
+
+// Returns 0, or 1 where an ancestor's row does not exist.
+EXPORT int64_t semantide_beam_attention(const BeamAttention* given, int64_t threads) {
+  const BeamAttention& a = *given;
+  const int64_t rows = a.width * a.share, pairs = a.requests * a.groups;
+  // Enough tasks for the threads; each has its own pass over the prompt, so no more than that.
+  const int64_t cuts = pairs ? std::max<int64_t>(1, std::min<int64_t>((2 * threads + pairs - 1) / pairs, rows / 24)) : 1;
+  const int64_t parts = threads > 1 ? cuts : 1;
+  const int64_t chunk = parts > 1 ? ((rows + parts - 1) / parts + 11) / 12 * 12 : rows;
+  const int64_t chunks = rows ? (rows + chunk - 1) / chunk : 0, tasks = pairs * chunks;
+  const Bodies& body = bodies();
+  std::atomic<int64_t> failed{0};
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks > 1)
+  for (int64_t task = 0; task < tasks; ++task) {
+    const int64_t pair = task / chunks, begin = task % chunks * chunk;
+    if (!body.beam_attention(a, pair / a.groups, pair % a.groups, begin, std::min(begin + chunk, rows))) failed = 1;
+  }
+  return failed;
+}
+
+// Returns 0, or 1 where a live beam's logits are not numbers.
+EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {
+  const BeamSelect& a = *given;
+  static thread_local std::vector<double> norms_kept;
+  static thread_local std::vector<float> tops_kept;
+  const int64_t slots = a.requests * a.width;
+  if (static_cast<int64_t>(norms_kept.size()) < slots) norms_kept.resize(slots), tops_kept.resize(slots);
+  double* norms = norms_kept.data();
+  float* tops = tops_kept.data();
+  const Bodies& body = bodies();
+  std::atomic<int64_t> failed{0};
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && slots * a.num_codes > 32768)
+  for (int64_t slot = 0; slot < slots; ++slot)
+    if (slot % a.width < a.live[slot / a.width] && !body.normalise(a, slot, norms + slot, tops + slot)) failed = 1;
+  if (failed) return 1;
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && a.requests > 1)
+  for (int64_t request = 0; request < a.requests; ++request) body.beam_select(a, request, norms, tops);
+  return 0;
+}

@@ -1,0 +1,72 @@
+"""The stages that the scheduler runs: wishes are assembled into prepared queries, admitted by the memory they will hold, and searched in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from semantide.services.serving.bundle import Bundle, Unavailable
+from semantide.services.serving.engine import Group, Prepared
+from semantide.services.serving.profile import profile_of
+from semantide.services.serving.wish import Wish
+from semantide.shared.decoding.kv_pool import KVExhausted, KVLease, KVPool
+
+Events = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A wish, and the bundle that was chosen to answer it."""
+
+    wish: Wish
+    bundle: Bundle
+
+
+@dataclass(frozen=True)
+class Recommending:
+    """What the stages need: ``look_up`` reads many users' stored events at once, or says why it cannot; ``on_end`` is told of every group that was searched."""
+
+    look_up: Callable[[list[str]], Mapping[str, Events] | Exception]
+    actions: Mapping[str, float]
+    unavailable: Callable[[], Unavailable]
+    pool: KVPool
+    clock: Callable[[], float]
+    on_end: Callable[[Group], None]
+
+    def assemble(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
+        """Look up stored histories in one round trip, and spell every prompt; what is wrong with one request is its alone."""
+        stored = self.look_up(list(dict.fromkeys(each.wish.user for each in asked if each.wish.user is not None and each.wish.events is None)))
+        outcomes: list[Prepared | Exception] = []
+        for each in asked:
+            try:
+                outcomes.append(self._prepare(each, stored))
+            except Exception as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _prepare(self, asked: Asked, stored: Mapping[str, Events] | Exception) -> Prepared:
+        wish, bundle = asked.wish, asked.bundle
+        events = wish.events
+        if events is None:
+            if isinstance(stored, Exception):
+                raise stored
+            events = stored[wish.user or ""]
+        prepared = Prepared.of(bundle, wish.query(profile_of(events, self.actions, bundle.reading)))
+        if prepared.kv_bytes > self.pool.budget_bytes:
+            raise ValueError(
+                f"`beam_width` {wish.width} with n = {wish.n} needs {prepared.kv_bytes} bytes of keys and values, more than the {self.pool.budget_bytes} of "
+                "SEMANTIDE_SERVING_KV_BYTES: ask for fewer beams"
+            )
+        bundle.mask(self.unavailable(), wish.categories_any, wish.categories_all, wish.only_new)  # made here, the search finds it
+        return prepared
+
+    def admit(self, request: Prepared) -> KVLease | None:
+        """Reserve what a request will hold; None as long as others hold it."""
+        try:
+            return self.pool.reserve(request.kv_bytes)
+        except KVExhausted:
+            return None
+
+    def begin(self, requests: Sequence[Prepared], leases: Sequence[KVLease], share: float) -> Group:
+        """Make the group; its rounds follow."""
+        return Group(requests, self.unavailable, self.clock, leases=leases, share=share, on_end=self.on_end)

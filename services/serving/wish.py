@@ -1,0 +1,46 @@
+"""A request as a client means it: stored histories are not looked up yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from semantide.services.serving.engine import Query
+from semantide.services.serving.exploration import seed_of
+from semantide.services.serving.profile import Profile
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request as it waits in the queue. ``events`` are (item, action) in order of time; None stands for what is stored of ``user``."""
+
+    user: str | None
+    events: tuple[tuple[str, str], ...] | None
+    n: int
+    width: int
+    exclude_ids: tuple[str, ...] = ()
+    exclude_seen: bool = False
+    categories_any: tuple[str, ...] = ()
+    categories_all: tuple[str, ...] = ()
+    variety: float = 0.0
+    only_new: bool = False
+
+    @property
+    def who(self) -> str:
+        """Whom draws are seeded by: the user, or the history that was sent."""
+        return self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
+
+    def query(self, profile: Profile) -> Query:
+        """What the engine is asked, once the user's profile is known."""
+        excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
+        return Query(
+            profile.history,
+            self.n,
+            self.width,
+            excluded,
+            self.categories_any,
+            self.categories_all,
+            self.variety,
+            seed_of(self.who) if self.variety else 0,
+            self.user,
+            self.only_new,
+        )

@@ -1,0 +1,408 @@
+"""The scheduler with work that only says when it runs: real threads, no model."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from semantide.services.serving.admission import GroupBounds
+from semantide.services.serving.narrowing import Narrowing
+from semantide.services.serving.scheduler import Overloaded, Scheduler
+from semantide.services.serving.ticket import SearchAgain, Watcher
+from semantide.shared.decoding.kv_pool import KVExhausted, KVPool
+from semantide.shared.errors import TransientError
+
+from .world import wait_until
+
+FAMILIES = {"a": object(), "b": object()}
+
+
+@dataclass(eq=False)
+class Job:
+    """A query that is its own preparation. ``fails`` names the stage that raises."""
+
+    name: str
+    beams: int = 1
+    tokens: int = 1
+    rounds: int = 3
+    fails: str = ""
+    again: int = 0
+    family_name: str = "a"
+    round_seconds: float = 0.0
+
+    @property
+    def family(self):
+        return FAMILIES[self.family_name]
+
+    @property
+    def rows(self):
+        return self.tokens + self.beams * (self.rounds - 1)
+
+
+@dataclass
+class Log:
+    """What ran, in order: (names of the group, round)."""
+
+    rounds: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
+    assembled: list[list[str]] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def order(self) -> list[str]:
+        return ["+".join(names) + f":{number}" for names, number in self.rounds]
+
+
+class JobRun:
+    def __init__(self, world, jobs, leases):
+        self.world, self.jobs, self.leases, self.round, self.marks = world, list(jobs), list(leases), 0, []
+        self.closed = 0
+
+    def next_rows(self):
+        return sum(job.beams for job in self.jobs)
+
+    def advance(self):
+        names = tuple(job.name for job in self.jobs)
+        self.world.log.rounds.append((names, self.round))
+        start = time.perf_counter()
+        self.world.gate(names, self.round)
+        time.sleep(max(job.round_seconds for job in self.jobs))
+        for job in self.jobs:
+            if job.fails == f"round {self.round}":
+                raise ValueError(f"{job.name} is bad")
+        self.marks.append((f"round {self.round}", start, time.perf_counter()))
+        self.round += 1
+        return self.round < max(job.rounds for job in self.jobs)
+
+    def keep(self, places):
+        for place in set(range(len(self.jobs))) - set(places):
+            self.leases[place].release()
+        self.jobs, self.leases = [self.jobs[place] for place in places], [self.leases[place] for place in places]
+
+    def answers(self):
+        found = []
+        for job in self.jobs:
+            if job.again:
+                job.again -= 1
+                found.append(SearchAgain())
+            else:
+                found.append(f"answer of {job.name}")
+        return found
+
+    def close(self):
+        self.closed += 1
+        assert self.closed == 1, "closed twice"
+        for lease in self.leases:
+            lease.release()
+
+
+class Jobs:
+    """Stages over jobs, with a pool of 1,000 bytes of which each beam takes one."""
+
+    def __init__(self, gate=lambda names, number: None):
+        self.log, self.pool, self.gate = Log(), KVPool(1000), gate
+
+    def assemble(self, jobs):
+        self.log.assembled.append([job.name for job in jobs])
+        return [ValueError(f"{job.name} cannot be assembled") if job.fails == "assemble" else job for job in jobs]
+
+    def admit(self, job):
+        try:
+            return self.pool.reserve(job.beams)
+        except KVExhausted:
+            return None
+
+    def begin(self, jobs, leases, share):
+        self.log.shares.append(share)
+        if any(job.fails == "begin" for job in jobs):
+            raise ValueError("cannot begin")
+        return JobRun(self, jobs, leases)
+
+
+@pytest.fixture
+def started():
+    """A function that starts a scheduler; all are stopped at the end, and nothing may be held then."""
+    made = []
+
+    def start(stages, **options):
+        scheduler = Scheduler(stages, **options)
+        scheduler.start()
+        made.append((scheduler, stages))
+        return scheduler
+
+    yield start
+    for scheduler, stages in made:
+        scheduler.stop()
+        assert stages.pool.in_use_bytes == 0 and stages.pool.leases == 0 and scheduler.running() == 0
+        assert scheduler._rows_under_way == scheduler._requests_under_way == scheduler._ready.rows == 0
+
+
+class Gate:
+    """Holds the first group's first round until ``open``."""
+
+    def __init__(self):
+        self.event, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self, names, number):
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.event.wait(10)
+
+    def open(self):
+        self.event.set()
+
+
+def held(started, count=1, **options):
+    """A scheduler whose worker is in the first round of a request named "first"."""
+    gate = Gate()
+    stages = Jobs(gate)
+    scheduler = started(stages, **options)
+    first = scheduler.submit(Job("first"))
+    assert gate.reached.wait(5)
+    return gate, stages, scheduler, first
+
+
+def test_what_waits_begins_together_within_the_bounds(started):
+    gate, stages, scheduler, first = held(started, bounds=GroupBounds(requests=4))
+    futures = [scheduler.submit(Job(str(number))) for number in range(9)]
+    wait_until(lambda: len(scheduler._ready) >= 8)
+    gate.open()
+    assert [future.result(5)[0] for future in (first, *futures)] == ["answer of first", *(f"answer of {number}" for number in range(9))]
+    assert [names for names, number in stages.log.rounds if number == 0] == [("first",), ("0", "1", "2", "3"), ("4", "5", "6", "7"), ("8",)]
+
+
+def test_groups_are_bounded_by_beams_and_tokens_and_never_mix_families(started):
+    gate, stages, scheduler, _ = held(started, bounds=GroupBounds(requests=8, beams=100, tokens=50))
+    jobs = [Job("a1", 10), Job("a2", 10), Job("b1", 10, family_name="b"), Job("long", 10, 45), Job("wide", 95), Job("a3", 10)]
+    futures = [scheduler.submit(job) for job in jobs]
+    wait_until(lambda: len(scheduler._ready) == 6)
+    gate.open()
+    for future in futures:
+        future.result(5)
+    groups = [set(names) for names, number in stages.log.rounds if number == 0][1:]
+    for group in groups:
+        members = [job for job in jobs if job.name in group]
+        assert len({job.family_name for job in members}) == 1
+        assert len(members) == 1 or (sum(job.beams for job in members) <= 100 and sum(job.tokens for job in members) <= 50)
+    assert {"a1", "a2", "a3"} <= set.union(*(group for group in groups if "a1" in group)) and len(groups) < 6
+
+
+def test_a_wide_request_lets_narrow_ones_pass_between_its_rounds(started):
+    stages = Jobs()
+    scheduler = started(stages, bounds=GroupBounds(beams=100))
+    for _ in range(30):  # the pace is learned: a row takes a millisecond, more or less
+        scheduler.submit(Job("slow", 2, 1, round_seconds=0.002)).result(5)
+    stages.log.rounds.clear()
+    wide = scheduler.submit(Job("wide", 90, 1, rounds=8, round_seconds=0.05))
+    wait_until(lambda: any(names == ("wide",) for names, _ in stages.log.rounds))
+    narrow = [scheduler.submit(Job(f"n{number}", 20, 1, round_seconds=0.002)) for number in range(3)]
+    for future in narrow:
+        future.result(5)
+    assert not wide.done()
+    wide.result(5)
+    order = stages.log.order()
+    assert order.index("wide:7") > max(place for place, entry in enumerate(order) if entry.startswith("n"))
+
+
+def test_nobody_waits_for_ever(started):
+    """Under a steady stream of narrow requests a wide one still gets its turn, and is not the last to be answered."""
+    stages = Jobs()
+    scheduler = started(stages, bounds=GroupBounds(requests=1))
+    wide = scheduler.submit(Job("wide", 50, round_seconds=0.005))
+    narrow, end = [], time.monotonic() + 8
+    while not wide.done() and time.monotonic() < end:
+        narrow.append(scheduler.submit(Job("n", round_seconds=0.001)))
+        time.sleep(0.002)
+    assert wide.done()
+    for future in narrow:
+        future.result(10)
+
+
+def test_cancelled_requests_cost_nothing_more(started):
+    gate, stages, scheduler, first = held(started, bounds=GroupBounds(requests=2))
+    waiting = [scheduler.submit(Job(name)) for name in ("left", "right", "last")]
+    assert waiting[0].cancel()
+    wait_until(lambda: scheduler.depth() == 3)
+    gate.open()
+    assert waiting[1].result(5)[0] == "answer of right" and waiting[2].result(5)[0] == "answer of last"
+    assert not any("left" in names for names, _ in stages.log.rounds) and first.result(5)
+
+
+def test_a_request_cancelled_mid_step_frees_its_memory_at_the_next_round(started):
+    reached, proceed = threading.Event(), threading.Event()
+
+    def gate(names, number):
+        if "stay" in names and number == 1:
+            reached.set()
+            assert proceed.wait(5)
+
+    stages = Jobs(gate)
+    hold = threading.Event()
+    blocker, scheduler = Job("blocker"), started(stages)
+    original = stages.gate
+    stages.gate = lambda names, number: hold.wait(5) if names == ("blocker",) else original(names, number)
+    scheduler.submit(blocker)
+    wait_until(lambda: stages.log.rounds)
+    stay, leave = scheduler.submit(Job("stay", 10)), scheduler.submit(Job("leave", 500))
+    wait_until(lambda: len(scheduler._ready) == 2)
+    hold.set()
+    assert reached.wait(5) and stages.pool.in_use_bytes >= 510
+    assert leave.cancel()
+    proceed.set()
+    assert stay.result(5)[0] == "answer of stay"
+    assert [names for names, number in stages.log.rounds if "stay" in names] == [("stay", "leave")] * 2 + [("stay",)]
+
+
+def test_a_group_that_everybody_left_is_dropped(started):
+    gate, stages, scheduler, first = held(started)
+    first.cancel()
+    gate.open()
+    wait_until(lambda: scheduler.running() == 0)
+    assert stages.log.order() == ["first:0"]
+
+
+@pytest.mark.parametrize("stage", ["assemble", "begin", "round 0", "round 2"])
+def test_one_bad_request_fails_alone(started, stage):
+    gate, _, scheduler, first = held(started)
+    futures = [scheduler.submit(Job(name, fails=stage if name == "bad" else "")) for name in ("x", "bad", "y")]
+    wait_until(lambda: len(scheduler._ready) == (2 if stage == "assemble" else 3))
+    gate.open()
+    assert first.result(5) and futures[0].result(5)[0] == "answer of x" and futures[2].result(5)[0] == "answer of y"
+    with pytest.raises(ValueError, match=r"bad|begin"):
+        futures[1].result(5)
+
+
+def test_who_waited_past_the_deadline_is_told_so(started):
+    gate, stages, scheduler, first = held(started, deadline_seconds=0.1)
+    late = scheduler.submit(Job("late"))
+    time.sleep(0.15)
+    gate.open()
+    for future in (first, late):
+        with pytest.raises(TransientError, match=r"past its deadline of 0\.1 s"):
+            future.result(5)
+    assert stages.log.order() == ["first:0"]
+    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(started):
+    gate, _, scheduler, first = held(started, max_queue=2)
+    rest = [scheduler.submit(Job("1")), scheduler.submit(Job("2"))]
+    with pytest.raises(Overloaded, match="2 requests wait already") as caught:
+        scheduler.submit(Job("3"))
+    assert 1 <= caught.value.retry_after_seconds <= 30
+    rest[0].cancel()
+    rest.append(scheduler.submit(Job("in place of the one that left")))
+    gate.open()
+    for future in (first, *rest[1:]):
+        future.result(5)
+
+
+def test_memory_is_reserved_before_a_request_begins_and_the_most_urgent_is_not_passed(started):
+    gate, stages, scheduler, first = held(started, bounds=GroupBounds(beams=2000))
+    futures = [scheduler.submit(Job(name, beams)) for name, beams in (("x", 600), ("y", 600), ("z", 600))]
+    wait_until(lambda: len(scheduler._ready) == 3)
+    gate.open()
+    for future in (first, *futures):
+        future.result(5)
+    assert [names for names, number in stages.log.rounds if number == 0][1:] == [("x",), ("y",), ("z",)]
+    assert stages.pool.high_water_bytes <= 1000
+
+
+def test_a_request_that_memory_never_suffices_for_is_refused_and_others_go_on(started):
+    scheduler = started(Jobs())
+    with pytest.raises(Exception, match="the budget is 1000"):
+        scheduler.submit(Job("huge", 5000)).result(5)
+    assert scheduler.submit(Job("small")).result(5)[0] == "answer of small"
+
+
+def test_what_has_to_be_searched_again_is(started):
+    stages = Jobs()
+    scheduler = started(stages)
+    answer, passage = scheduler.submit(Job("x", again=2)).result(5)
+    assert answer == "answer of x" and stages.log.order() == ["x:0", "x:1", "x:2"] * 3
+    assert passage.seconds("queue") >= 0 and [mark[0] for mark in passage.marks].count("format") == 3
+
+
+def test_the_passage_names_every_stage_in_order(started):
+    _, passage = started(Jobs()).submit(Job("x")).result(5)
+    assert [stage for stage, _, _ in passage.marks] == ["queue", "assemble", "wait", "round 0", "round 1", "round 2", "format"]
+    times = [passage.arrived, *(moment for _, begin, end in passage.marks for moment in (begin, end))]
+    assert times == sorted(times)
+
+
+def test_overload_narrows_stepwise_and_recovers(started):
+    stages = Jobs()
+    scheduler = started(stages, narrowing=Narrowing(0.02), bounds=GroupBounds(requests=1, beams=10))
+    for _ in range(20):
+        scheduler.submit(Job("pace", 10, round_seconds=0.002)).result(5)
+    assert set(stages.log.shares) == {1.0}
+    stages.log.shares.clear()
+    for future in [scheduler.submit(Job("many", 10, round_seconds=0.002)) for _ in range(40)]:
+        future.result(10)
+    assert min(stages.log.shares) == 0.25 and stages.log.shares[-1] > 0.25
+    for _ in range(5):
+        scheduler.submit(Job("few", 10)).result(5)
+    assert stages.log.shares[-1] == 1.0
+
+
+def test_several_workers_run_at_once(started):
+    together = threading.Barrier(3)
+    stages = Jobs(lambda names, number: together.wait(5) if number == 0 else None)
+    scheduler = started(stages, workers=3, bounds=GroupBounds(requests=1))
+    for future in [scheduler.submit(Job(str(number))) for number in range(3)]:
+        future.result(5)
+
+
+def test_stopping_answers_everything_and_takes_no_more(started):
+    stages = Jobs()
+    scheduler = started(stages, workers=2, bounds=GroupBounds(requests=3))
+    futures = [scheduler.submit(Job(str(number), round_seconds=0.002)) for number in range(60)]
+    scheduler.stop()
+    assert [future.result(0)[0] for future in futures] == [f"answer of {number}" for number in range(60)]
+    with pytest.raises(TransientError, match="stopping"):
+        scheduler.submit(Job("more"))
+
+
+def test_a_storm_of_everything_leaves_nothing_behind(started):
+    """Threads that submit, cancel and fail at random: every future ends, and nothing is held at the end."""
+    import random
+
+    dropped = []
+
+    class Counting(Watcher):
+        def dropped(self, cause):
+            dropped.append(cause)
+
+    stages = Jobs()
+    scheduler = started(stages, workers=3, bounds=GroupBounds(requests=5, beams=300), watcher=Counting())
+    futures, lock = [], threading.Lock()
+
+    def client(seed):
+        rng = random.Random(seed)
+        for number in range(60):
+            fails = rng.choice(["", "", "", "", "assemble", "begin", "round 1"])
+            again = rng.choice([0, 0, 0, 1])
+            future = scheduler.submit(Job(f"{seed}.{number}", rng.choice([1, 10, 128]), fails=fails, again=again, family_name=rng.choice("ab")))
+            with lock:
+                futures.append((future, fails))
+            if rng.random() < 0.2:
+                time.sleep(rng.random() * 0.003)
+                future.cancel()
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    scheduler.stop()
+    assert len(futures) == 240 and all(future.done() for future, _ in futures)
+    for future, fails in futures:
+        if not future.cancelled():
+            assert bool(future.exception(0)) == bool(fails), fails
+    assert len(dropped) <= sum(future.cancelled() for future, _ in futures)
+
+
+def test_bounds_are_checked():
+    with pytest.raises(ValueError, match="max_queue is 0"):
+        Scheduler(Jobs(), max_queue=0)
+    with pytest.raises(ValueError, match="0 beams"):
+        GroupBounds(beams=0)
