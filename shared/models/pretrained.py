@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound
 from semantide.shared.models.generator import Generator, GeneratorConfig
@@ -166,11 +167,21 @@ def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> 
         tensors.pop(_HEAD, None)
     if token_lists is not None:
         _arrange(tensors, token_lists, config, folder)
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         generator = Generator(config)
     fill(generator, tensors, folder, assign=True)
     embedding = generator.model.embed_tokens.weight
     return generator.to(embedding.dtype if embedding.is_floating_point() else torch.float32).eval()
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves new parameters as they are: drawing random numbers that are overwritten is wasted, and on the meta device it loads torch's compiler, for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run what fills nothing."""
+        if getattr(func, "__module__", "") == "torch.nn.init" or getattr(func, "__name__", "") in ("normal_", "uniform_"):
+            return args[0] if args else next(iter((kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
 
 
 def _said(folder: Path, header: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[int]] | None]:
