@@ -206,27 +206,35 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[st
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -> Bundle:
+def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = ()) -> Bundle:
     """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
+
+    What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
-    model_folder, catalog_folder = store.get(pair.model), store.get(pair.catalog)
+    model_folder = store.get(pair.model)
     header = read_header(model_folder)
-    catalog = Catalog.load(catalog_folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    same = next((bundle for bundle in loaded if bundle.pair.catalog == pair.catalog), None)
+    if same is None:
+        catalog_folder = store.get(pair.catalog)
+        catalog = Catalog.load(catalog_folder)
+        titles, rows_of_category = _item_info(catalog_folder, catalog)
+        trie = SearchTrie.build(catalog.trie, device)
+        catalog.row_of  # noqa: B018  (cached now, not under the first request)
+    else:
+        catalog, titles, rows_of_category, trie = same.catalog, same.titles, same.rows_of_category, same.trie
     catalog.check_model(header["tokenizer_digest"], tuple(header["level_sizes"]))
     generator = Generator.from_pretrained(model_folder, catalog.level_sizes)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = generator.to(device).eval().requires_grad_(False)
-    titles, rows_of_category = _item_info(catalog_folder, catalog)
-    catalog.row_of  # noqa: B018  (cached now, not under the first request)
     vocabulary = generator.vocabulary
     return Bundle(
         pair=pair,
         model=GeneratorDecoder(generator),
         vocabulary=vocabulary,
         catalog=catalog,
-        trie=SearchTrie.build(catalog.trie, device),
+        trie=trie,
         titles=titles,
         rows_of_category=rows_of_category,
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),

@@ -38,12 +38,12 @@ _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 
 
-def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0) -> Bundle:
+def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = ()) -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair, prompt_cache_bytes)
+    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -87,7 +87,7 @@ class Service:
             watcher=self.meters,
             on_worker=lambda: torch.set_num_threads(max(1, cores // workers)),
         )
-        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes), self.meters.swap)
+        self.swapper = Swapper(self.registry, self._load, self.meters.swap)
         self._pollers = [Poller("availability", _POLL_SECONDS, self.availability.poll), Poller("registry", _POLL_SECONDS, self.swapper.poll)]
 
     def start(self) -> None:
@@ -191,6 +191,9 @@ class Service:
     def _resolve(self, model: str, catalog: str | None, force: bool) -> Pair:
         trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
         return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+
+    def _load(self, pair: Pair) -> Bundle:
+        return load_and_warm(self._store, pair, self._settings.serving_prompt_cache_bytes, self.swapper.bundles)
 
     def _lineup(self) -> Lineup:
         lineup = self.swapper.lineup

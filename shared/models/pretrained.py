@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound
@@ -157,6 +157,15 @@ def _kind(config: GeneratorConfig) -> str:
     return kinds[traits]
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves out random numbers for weights that are read afterwards: on the meta device they would cost the import of torch's compiler, which is seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function is torch.Tensor.normal_ or getattr(function, "__module__", "") == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
 def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
     """Read a Qwen3ForCausalLM or Qwen2ForCausalLM folder as a generator; see ``Generator.from_pretrained``."""
     header = read_config(folder)
@@ -172,16 +181,6 @@ def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> 
     fill(generator, tensors, folder, assign=True)
     embedding = generator.model.embed_tokens.weight
     return generator.to(embedding.dtype if embedding.is_floating_point() else torch.float32).eval()
-
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves new parameters as they are: drawing random numbers that are overwritten is wasted, and on the meta device it loads torch's compiler, for seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run what fills nothing."""
-        if getattr(func, "__module__", "") == "torch.nn.init" or getattr(func, "__name__", "") in ("normal_", "uniform_"):
-            return args[0] if args else next(iter((kwargs or {}).values()))
-        return func(*args, **(kwargs or {}))
 
 
 def _said(folder: Path, header: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[int]] | None]:

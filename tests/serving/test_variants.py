@@ -33,6 +33,8 @@ def test_users_are_divided_and_answers_and_metrics_say_so(server, world, monkeyp
     for user in USERS[:20]:
         again = ask(server, user=user)
         assert (again["variant"], again["items"]) == (first[user]["variant"], first[user]["items"])
+    live_bundle, other_bundle = server.service.swapper.bundles
+    assert live_bundle.trie is other_bundle.trie and live_bundle.model is not other_bundle.model
     models = {answer["variant"]: answer["model"] for answer in first.values()}
     assert models == {LIVE: live, "b": other}
     lists = {answer["variant"]: answer["items"] for answer in first.values()}
