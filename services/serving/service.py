@@ -72,9 +72,7 @@ class Service:
         self.pool = KVPool(settings.serving_kv_bytes)
         self.narrowing = Narrowing(settings.serving_narrowing_seconds)
         self.meters = Meters(self)
-        stages = Recommending(
-            self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter, on_end=self.meters.searched
-        )
+        stages = Recommending(self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter)
         cores = torch.get_num_threads()
         workers = settings.serving_workers or min(max(1, cores // 2), _MOST_WORKERS)
         self.scheduler: Scheduler[Asked, Prepared, Answer] = Scheduler(
