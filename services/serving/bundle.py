@@ -192,7 +192,7 @@ def _trained_items(store: ArtifactStore, ref: object, pair: Pair, catalog: Catal
     return len(known) if tuple(known) == catalog.item_ids[: len(known)] else len(catalog)
 
 
-def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[str, IntArray]]:
+def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], Mapping[str, IntArray]]:
     path = folder / "item_info.parquet"
     if not path.exists():
         return ("",) * len(catalog), {}
