@@ -6,6 +6,7 @@ Read once per process by the entry points (``services/local.py``, the command li
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -76,6 +77,8 @@ class Settings(BaseSettings):
     """Most prompt tokens of the requests answered together; a longer one goes alone, tokens."""
     serving_workers: int = Field(default=0, ge=0)
     """Threads that compute recommendations, each with its share of the cores. 0: one per two cores, at most 4."""
+    serving_weights: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
+    """Form in which a CPU keeps the served model's layers. ``auto``: whatever is clearly fastest there, measured when a model is loaded; `semantide evaluate --weights` says what a form costs."""
     serving_queue: int = Field(default=2048, ge=1)
     """Most recommendation requests that wait; beyond it the answer is 429, requests."""
     serving_deadline_seconds: float = Field(default=10.0, gt=0)

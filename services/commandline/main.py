@@ -215,7 +215,7 @@ def train(
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model: recipe tiny, small, base (generator) or sasrec (baseline)."""
+    """Train a model: recipe tiny, small, base (generator), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER) or sasrec (baseline)."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     if recipe != _BASELINE or catalog:
@@ -230,6 +230,7 @@ def train(
 def evaluate(
     model: str | None = None,
     baseline: Annotated[str | None, typer.Option(help="A second model beside it, such as SASRec")] = None,
+    weights: Annotated[str, typer.Option(help="bfloat16 or int8: measure the generator in that form too, to see what it costs")] = "float32",
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
@@ -248,7 +249,8 @@ def evaluate(
     }
     if baseline:
         inputs["baseline"] = baseline
-    record = run_job(client, JobSpec(kind="evaluate", config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    config = _config(overrides) | ({"weights": weights} if weights != "float32" else {})
+    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.evaluation(record.result)
 

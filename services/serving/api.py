@@ -42,7 +42,7 @@ from semantide.services.serving.wish import Wish
 from semantide.shared.errors import NotFound, SemantideError, TransientError
 from semantide.shared.http import APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.room import Room
-from semantide.shared.telemetry import logger, stage_spans
+from semantide.shared.telemetry import continued_trace, logger, stage_spans
 
 _DRAW_SECONDS = 3600  # for which one user's draw of new items stays as it is
 
@@ -82,6 +82,10 @@ def build(room: Room) -> APIRouter:
 
     @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first; with a cursor the next page")
     async def recommend(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
+        with continued_trace(request.headers.get("traceparent"), "POST /v1/recommendations", "serving"):
+            return await answer_to(body, request)
+
+    async def answer_to(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
@@ -250,7 +254,11 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
     if body.history is not None:
         if not body.history:
             raise ValueError("`history` is []: give at least one item, or send `user` instead (an unknown user is ranked without history)")
-        events = _events([entry if isinstance(entry, HistoryItem) else HistoryItem(item=entry) for entry in body.history], actions)
+        plain = tuple((entry, "click") for entry in body.history if isinstance(entry, str))  # the usual case, without a model made of each entry
+        if len(plain) == len(body.history) and "click" in actions:
+            events = plain
+        else:
+            events = _events([entry if isinstance(entry, HistoryItem) else HistoryItem(item=entry) for entry in body.history], actions)
     return Wish(
         user=body.user,
         events=events,

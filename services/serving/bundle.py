@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
 from semantide.shared.models.prompt_cache import PromptCache
+from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.telemetry import logger
 from semantide.shared.trie import IntArray
@@ -206,10 +208,10 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], Mapping
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = ()) -> Bundle:
+def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
     """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
 
-    What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same.
+    What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same. ``weights`` is the form in which a CPU keeps the layers' weights.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
@@ -227,7 +229,7 @@ def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, l
         catalog, titles, rows_of_category, trie = same.catalog, same.titles, same.rows_of_category, same.trie
     catalog.check_model(header["tokenizer_digest"], tuple(header["level_sizes"]))
     generator = Generator.from_pretrained(model_folder, catalog.level_sizes)
-    generator = generator.to(device).eval().requires_grad_(False)
+    generator = shorten(generator.to(device).eval().requires_grad_(False), weights, time.perf_counter)
     vocabulary = generator.vocabulary
     return Bundle(
         pair=pair,

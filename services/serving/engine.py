@@ -169,9 +169,8 @@ class Group:
         *,
         leases: Sequence[KVLease] = (),
         share: float = 1.0,
-        on_end: Callable[[Group], None] = lambda _: None,
     ) -> None:
-        self._bundle, self._unavailable, self._clock, self._on_end = requests[0].bundle, unavailable, clock, on_end
+        self._bundle, self._unavailable, self._clock = requests[0].bundle, unavailable, clock
         assert all(request.bundle is self._bundle for request in requests), "one search has one model"
         self.requests, self._leases = list(requests), list(leases)
         self.marks: list[Mark] = []
@@ -246,7 +245,6 @@ class Group:
         """What was found, or that it has to be found again."""
         hits, bundle, after = self.hits, self._bundle, self._unavailable()
         assert hits is not None, "asked before the last round"
-        self._on_end(self)
         seconds: dict[str, float] = {}
         for stage, begin, end in self.marks:
             seconds[stage] = seconds.get(stage, 0.0) + end - begin

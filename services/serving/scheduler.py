@@ -114,7 +114,7 @@ class Scheduler(Generic[Q, P, A]):
 
     def depth(self) -> int:
         """Requests that wait to begin."""
-        return len(self._arrived) + len(self._ready)
+        return len(self._arrived) + self._assembling + len(self._ready)
 
     def running(self) -> int:
         """Groups under way."""
@@ -363,7 +363,7 @@ class Scheduler(Generic[Q, P, A]):
                 ticket.fail(outcome)
             else:
                 ticket.succeed(outcome)
-        self._watcher.answered([ticket.passage() for ticket in group.tickets])
+        self._watcher.answered(group.run, [ticket.passage() for ticket in group.tickets])
         self._leave(group, again)
 
     def _leave(self, group: _Group[Q, P, A], again: Sequence[Ticket[Q, P, A]] = ()) -> None:

@@ -32,18 +32,19 @@ from semantide.shared.config import Settings
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories
+from semantide.shared.models.quantised import Weights
 
 _POLL_SECONDS = 0.1
 _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 
 
-def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = ()) -> Bundle:
+def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded)
+    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded, weights)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -72,9 +73,7 @@ class Service:
         self.pool = KVPool(settings.serving_kv_bytes)
         self.narrowing = Narrowing(settings.serving_narrowing_seconds)
         self.meters = Meters(self)
-        stages = Recommending(
-            self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter, on_end=self.meters.searched
-        )
+        stages = Recommending(self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter)
         cores = torch.get_num_threads()
         workers = settings.serving_workers or min(max(1, cores // 2), _MOST_WORKERS)
         self.scheduler: Scheduler[Asked, Prepared, Answer] = Scheduler(
@@ -193,7 +192,7 @@ class Service:
         return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
 
     def _load(self, pair: Pair) -> Bundle:
-        return load_and_warm(self._store, pair, self._settings.serving_prompt_cache_bytes, self.swapper.bundles)
+        return load_and_warm(self._store, pair, self._settings.serving_prompt_cache_bytes, self.swapper.bundles, self._settings.serving_weights)
 
     def _lineup(self) -> Lineup:
         lineup = self.swapper.lineup

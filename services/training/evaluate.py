@@ -12,6 +12,7 @@ import numpy.typing as npt
 from semantide.services.training.rankers import Ranker
 from semantide.shared.dataset import Dataset, Part
 from semantide.shared.metrics import RankingMetrics
+from semantide.shared.models.quantised import Weights
 
 Rows = npt.NDArray[np.integer]
 
@@ -25,10 +26,14 @@ class EvaluateConfig:
     beam_width: int = 50
     max_users: int | None = None
     """Users drawn by the job's seed; None: all."""
+    weights: Weights = "float32"
+    """A shorter form of the generator's weights that is measured beside float32, as serving would use it."""
 
     def __post_init__(self) -> None:
         if not self.ks or any(isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 10_000 for k in self.ks):
             raise ValueError(f"ks is {list(self.ks)}: give list lengths from 1 to 10000, such as [1, 5, 10, 50]")
+        if self.weights not in ("float32", "bfloat16", "int8"):
+            raise ValueError(f"weights is {self.weights!r}: give 'float32', 'bfloat16' or 'int8'")
         if self.part not in ("valid", "test"):
             raise ValueError(f"part is {self.part!r}: give 'valid' or 'test'")
         for name, value in (("beam_width", self.beam_width), ("max_users", self.max_users)):

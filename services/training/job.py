@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
-from semantide.services.training.initialisation import begin_at_codebooks, read_codebooks
+from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
@@ -25,6 +26,7 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.popularity import Popularity
+from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.sasrec import SASRec
 
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
@@ -119,6 +121,8 @@ def evaluate_models(job: JobContext) -> JobOutcome:
         if name in job.spec.inputs:
             label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width)
             rankers[label if label not in rankers else f"{label} ({name})"] = ranker
+            if config.weights != "float32" and label == "generator":
+                rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights)[1]
     kept = job.workdir / "rows.json"
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
     rankings = [(name, ranker, seen) for name, ranker in rankers.items() for seen in (False, True)]
@@ -149,8 +153,8 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     return JobOutcome({}, result)
 
 
-def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int) -> tuple[str, Ranker]:
-    """A stored model as a ranker of the data set's items, and its name."""
+def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, weights: Weights = "float32") -> tuple[str, Ranker]:
+    """A stored model as a ranker of the data set's items, and its name; ``weights`` is the form that a generator's layers are kept in."""
     folder = job.store.get(ref)
     card = json.loads((folder / "semantide.json").read_text())
     if card["model_type"] == "sasrec":
@@ -161,7 +165,7 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int) ->
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
-    model = Generator.from_pretrained(folder).to(_device())
+    model = shorten(Generator.from_pretrained(folder).to(_device()), weights, time.perf_counter)
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
@@ -171,8 +175,15 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
         return sasrec, NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items)
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {job.spec.inputs['catalog'][:26]}...", _TOKENIZE_AGAIN)
-    generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0))
-    if config.codebook_share:
+    if config.recipe == "pretrained" and not config.checkpoint:
+        raise ValueError("recipe pretrained goes on from a checkpoint: name its folder with config checkpoint (`--set checkpoint=FOLDER`)")
+    fresh = True
+    if config.checkpoint:
+        folder = _checkpoint_folder(job, config.checkpoint)
+        generator, fresh = begin_at_checkpoint(folder, config.generator, catalog.level_sizes, config.keep_text, job.spec.seed)
+    else:
+        generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0))
+    if config.codebook_share and fresh:
         begin_at_codebooks(generator, read_codebooks(job.store.get(job.spec.inputs["catalog"])), config.codebook_share, job.spec.seed)
     generator = generator.to(device)
     tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
@@ -181,6 +192,25 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         NextToken(generator, tokens, config),
         GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
     )
+
+
+def _checkpoint_folder(job: JobContext, said: str) -> Path:
+    """Where the checkpoint is: a stored model, or a folder that imports may read."""
+    if said.startswith("models/"):
+        return job.store.get(said)
+    folders, private = job.settings.import_folders, job.settings.data_dir.resolve()
+    wanted = Path(said)
+    candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
+    real = next((candidate for candidate in candidates if candidate.is_dir()), candidates[0]).resolve()
+    roots = [folder for folder in folders if real.is_relative_to(folder)]
+    hidden = any(part.startswith(".") for folder in roots[:1] for part in real.relative_to(folder).parts)
+    if not roots or hidden or real.is_relative_to(private):
+        allowed = ", ".join(str(folder) for folder in folders)
+        raise BadData(
+            f"checkpoint {said!r} leads to {real}, outside the folders that imports may read ({allowed}), or hidden in one: move it there, or add its "
+            "folder to SEMANTIDE_IMPORT_ROOTS"
+        )
+    return real
 
 
 def _input(job: JobContext, name: str) -> str:

@@ -21,6 +21,11 @@ class TrainConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     sasrec: SASRecConfig = field(default_factory=SASRecConfig)
 
+    checkpoint: str = ""
+    """Generator: what training goes on from, a folder with a Qwen2.5 or Qwen3 checkpoint below the import roots, or a stored model (models/...). Its shape
+    counts in place of ``generator``'s. Empty: layers begin at random."""
+    keep_text: bool = False
+    """Whether a checkpoint's own tokens stay in the vocabulary before the codes. They cost memory and are never asked for."""
     max_items: int = 50
     """Longest history in training and evaluation, items."""
     crop: Literal["last", "random", "mixed", "cover"] = "last"
@@ -131,6 +136,24 @@ def base() -> TrainConfig:
     )
 
 
+def pretrained() -> TrainConfig:
+    """Goes on from a language model of the Qwen family: config ``checkpoint`` names its folder, and the codes are added to its vocabulary."""
+    return TrainConfig(
+        "pretrained",
+        generator=GeneratorConfig(dropout=0.1),
+        codebook_share=0.7,
+        learning_rate=1e-4,
+        embedding_rate_scale=10.0,
+        weight_decay=0.01,
+        skip_rate=0.1,
+        items_per_batch=2048,
+        warmup_steps=200,
+        epochs=8,
+        patience=2,
+        max_items=50,
+    )
+
+
 def sasrec() -> TrainConfig:
     """The baseline: SASRec with a softmax loss over all items."""
     return TrainConfig(
@@ -138,7 +161,7 @@ def sasrec() -> TrainConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "base": base, "sasrec": sasrec}
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "base": base, "pretrained": pretrained, "sasrec": sasrec}
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> TrainConfig:

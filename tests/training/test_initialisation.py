@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -5,7 +6,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from semantide.services.training.initialisation import begin_at_codebooks, centroids, read_codebooks
+from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, centroids, read_codebooks
+from semantide.shared.errors import Conflict
 from semantide.shared.models.generator import Generator, GeneratorConfig
 
 
@@ -49,3 +51,32 @@ def test_a_constant_codebook_changes_nothing() -> None:
     begin_at_codebooks(generator, [np.ones((4, 5)), np.ones((9, 5))], 0.5, seed=0)
     assert torch.equal(generator.model.embed_tokens.weight.detach()[5:], before[5:])
     assert torch.allclose(generator.model.embed_tokens.weight.detach()[1:5], before[1:5])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_codes_are_added_behind_a_checkpoints_own_tokens(tmp_path: Path, tied: bool) -> None:
+    torch.manual_seed(0)
+    source = Generator(GeneratorConfig((29,), hidden_size=32, tie_word_embeddings=tied))
+    with torch.no_grad():
+        source.model.embed_tokens.weight.add_(0.3)
+    source.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    foreign = {name: value for name, value in config.items() if not name.startswith("semantide")} | {"bos_token_id": None, "eos_token_id": [5, 6]}
+    (tmp_path / "config.json").write_text(json.dumps(foreign))
+    shape = GeneratorConfig(dropout=0.25, seen_bias=True)
+    kept, fresh = begin_at_checkpoint(tmp_path, shape, (6, 4), True, seed=1)
+    assert (fresh, kept.config.vocab_size, kept.vocabulary.begin, kept.vocabulary.row(1), kept.config.dropout) == (True, 40, 5, slice(36, 40), 0.25)
+    tokens = torch.tensor([3, 29, 0, 7])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            kept.eval().all_logits(kept(tokens, torch.tensor([0, 4])))[:, :30], source.eval().all_logits(source(tokens, torch.tensor([0, 4])))
+        )
+    assert abs(float(kept.model.embed_tokens.weight[30:].mean()) - 0.3) < 0.05
+    alone, _ = begin_at_checkpoint(tmp_path, shape, (6, 4), False, seed=1)
+    assert alone.config.vocab_size == 11 and torch.equal(alone.model.embed_tokens.weight[0], source.model.embed_tokens.weight[5])
+    assert torch.equal(alone.head_VD[1:], kept.head_VD[30:])
+    alone.save_pretrained(tmp_path / "extended")
+    again, fresh = begin_at_checkpoint(tmp_path / "extended", shape, (6, 4), False, seed=1)
+    assert not fresh and torch.equal(again.head_VD, alone.head_VD)
+    with pytest.raises(Conflict, match=r"levels \(6, 4\) and the catalog \(4, 6\)"):
+        begin_at_checkpoint(tmp_path / "extended", shape, (4, 6), False, seed=1)

@@ -90,6 +90,34 @@ def test_evaluation_puts_popularity_sasrec_and_the_generator_side_by_side(make_j
     assert len(run(job).result["rows"]) == 6
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("keep_text", [False, True])
+def test_a_qwen_checkpoint_is_trained_further_and_its_shorter_weights_are_measured(
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path, keep_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 7}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=50, use_sliding_window=False, **shape)).save_pretrained(tmp_path / "language")  # type: ignore[arg-type]
+    config = {**QUICK, "checkpoint": str(tmp_path / "language"), "keep_text": keep_text, "learning_rate": 3e-3}
+    with pytest.raises(BadData, match="outside the folders"):
+        run(make_job("train", recipe="pretrained", config=config, inputs=inputs))
+    monkeypatch.setattr("semantide.shared.config.Settings.import_folders", [tmp_path.resolve()])
+    with pytest.raises(BadData, match="--set checkpoint=FOLDER"):
+        run(make_job("train", recipe="pretrained", config=QUICK, inputs=inputs))
+    model = run(make_job("train", recipe="pretrained", config=config, inputs=inputs)).artifacts["model"]
+    saved = Qwen2ForCausalLM.from_pretrained(store.get(model))
+    assert saved.config.vocab_size == 16 + (50 if keep_text else 1)
+    again = {**config, "checkpoint": model, "epochs": 1}
+    further = run(make_job("train", recipe="pretrained", config=again, inputs=inputs)).artifacts["model"]
+    assert further != model
+    result = run(make_job("evaluate", config={"ks": [10], "beam_width": 20, "weights": "int8"}, inputs={**inputs, "model": further})).result
+    recall = {row["model"]: row["metrics"]["recall@10"] for row in result["rows"] if not row["exclude_seen"]}
+    assert recall["generator"] > recall["popularity"] + 0.2
+    assert abs(recall["generator (int8)"] - recall["generator"]) < 0.1
+
+
 def test_a_catalog_without_the_data_sets_items_is_refused(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path) -> None:
     Catalog(("item-1", "item-2"), np.array([[0, 0], [0, 1]]), (8, 8), "e" * 64).save(tmp_path / "other")
     other = {**inputs, "catalog": store.put("catalogs", tmp_path / "other")}
@@ -131,4 +159,4 @@ def test_models_and_recipes_can_be_read(make_job: MakeJob, make_room: Any, input
     for name in (ref, ref.removeprefix("models/")):
         card = client.get(f"/v1/models/{name}").json()
         assert (card["recipe"], card["catalog"], card["config"]["epochs"]) == ("tiny", inputs["catalog"], 1)
-    assert set(client.get("/v1/recipes").json()) == {"tiny", "small", "base", "sasrec"}
+    assert set(client.get("/v1/recipes").json()) == {"tiny", "small", "base", "pretrained", "sasrec"}
