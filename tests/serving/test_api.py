@@ -158,10 +158,10 @@ def test_metrics_show_requests_and_stages(server, monkeypatch):
     from semantide.services.serving import meters
 
     counted = []
-    monkeypatch.setattr(meters.Meters, "request", lambda self, outcome: counted.append(outcome))
+    monkeypatch.setattr(meters.Meters, "request", lambda self, outcome, variant: counted.append((outcome, variant)))
     server.items(history=["i1"])
     server.recommend(history=["i1"], n=500)
-    assert counted == ["ok", "short"]
+    assert counted == [("ok", None), ("short", None)]
 
 
 def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch):
@@ -210,5 +210,7 @@ def test_without_its_broker_explicit_histories_are_still_served(settings, tmp_pa
             response = server.recommend(user="ann")
             assert response.status_code == 503 and "send the `history` along" in response.text
             assert server.items(history=["i1"]) == before
+            paged = server.recommend(history=["i1"], depth=20)
+            assert paged.status_code == 503 and "leave `depth` out" in paged.text
             own.start()
             wait_until(lambda: server.recommend(user="ann").status_code == 200)
