@@ -108,7 +108,7 @@ class Bench:
         found: dict[str, list[float]] = {engine: [] for engine in self.engines}
         for run in range(2 * self.options.runs):
             for engine, server in self.engines.items():
-                visits = self.visits(mix, CLIENTS * self.options.rounds, 200 + run)
+                visits = self.visits(mix, CLIENTS * max(2, self.options.rounds // 4), 200 + run)
                 async with Client(server.url, KEY) as client:
                     left = iter(visits)
 
