@@ -94,8 +94,9 @@ def build(room: Room) -> APIRouter:
         try:
             choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
             bundle, variant = choice.bundle, choice.variant
-            seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS))
-            places = exploration.places(wish.n, settings.serving_exploration if body.explore and bundle.new_items else 0.0, seed)
+            share = settings.serving_exploration if body.explore and bundle.new_items else 0.0
+            seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS)) if share else 0
+            places = exploration.places(wish.n, share, seed) if share else ()
             wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
             (answer, passage), *fresh = await _search(request, service, wishes, bundle)
         except Overloaded as error:
@@ -110,7 +111,9 @@ def build(room: Room) -> APIRouter:
         except Exception:
             service.meters.request("failed", variant)
             raise
-        mixed = exploration.mix(answer.items, [hit for found, _ in fresh for hit in found.items], places, _new_items(bundle, answer), seed)
+        mixed = Mixed(answer.items)
+        if fresh:
+            mixed = exploration.mix(answer.items, [hit for found, _ in fresh for hit in found.items], places, _new_items(bundle, answer), seed)
         total = time.perf_counter() - begin
         service.meters.request("short" if answer.short_reason else "ok", variant)
         service.meters.stage("total", total)
@@ -193,8 +196,6 @@ async def _search(request: Request, service: Service, wishes: list[Wish], bundle
 
 
 def _new_items(bundle: Bundle, answer: Answer) -> frozenset[str]:
-    if not bundle.new_items:
-        return frozenset()
     return frozenset(hit.item for hit in answer.items if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
 
 

@@ -95,7 +95,7 @@ class ServingModel(NarrowingModel, Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # a log of it would list the whole catalog
 class Bundle:
     """A model, its catalog, and what is known of the items. ``prompts`` are kept of its users, and go with it.
 

@@ -23,7 +23,7 @@ class Mixed(NamedTuple):
     """A list with new items in it; ``explored`` are those that stand there for being new."""
 
     items: tuple[Recommendation, ...]
-    explored: frozenset[str]
+    explored: frozenset[str] = frozenset()
 
 
 def seed_of(*parts: object) -> int:
@@ -50,7 +50,7 @@ def mix(ranked: Sequence[Recommendation], fresh: Sequence[Recommendation], wante
     while extra < min(len(usable), len(pool)) and extra + sum(hit.item in new for hit in ranked[: n - extra]) < len(usable):
         extra += 1
     if not extra:
-        return Mixed(tuple(ranked), frozenset())
+        return Mixed(tuple(ranked))
     rng = np.random.default_rng((seed, 1))  # independent of what chose the places
     # The largest of scores with Gumbel noise are a draw without replacement from their softmax.
     noisy = np.array([hit.score for hit in pool]) + rng.gumbel(size=len(pool))

@@ -54,14 +54,14 @@ LENGTHS = [3, 5, 200, 10, 0, 1, 0]
 
 def test_bad_requests_among_good_ones_disturb_nobody(server):
     rng = np.random.default_rng(0)
-    histories = [[f"i{row}" for row in rng.integers(0, 200, 5)] for _ in range(10)]
+    histories = [[f"i{row}" for row in rng.integers(0, 200, 5)] for _ in range(6)]
     alone = [server.items(history=history) for history in histories]
     bodies: list = []
-    for number in range(12):
+    for number in range(5):
         bodies += [*REFUSED, *SHORT, *({"history": history} for history in histories)]
         if number == 0:
             good = range(len(REFUSED) + len(SHORT), len(bodies))
-    period = len(bodies) // 12
+    period = len(bodies) // 5
     for reply in asyncio.run(storm(server.url, bodies)):
         place = reply.number % period
         if place < len(REFUSED):
