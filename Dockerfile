@@ -23,6 +23,10 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
     EXTRAS="${EXTRAS}" python -c "import os, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*project['dependencies'], *(need for extra in os.environ['EXTRAS'].split() for need in project['optional-dependencies'][extra]), sep='\n')" > requirements.txt \
     && pip install --constraint constraints.txt --requirement requirements.txt \
     && python -c "import torch; print('torch', torch.__version__, '' if torch.version.cuda is None else 'carries CUDA libraries: TORCH_INDEX chooses a smaller build')"
+# The C++ kernels want a compiler in this stage; a base without one and without apt gets the slower torch references.
+RUN command -v c++ > /dev/null \
+    || { apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } \
+    || echo "no C++ compiler: the image will run the torch references"
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-deps . && python -m pip uninstall --yes pip

@@ -24,12 +24,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX),) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@touch $@ $(VENV)/.native
 
 native: $(VENV)/.native  ## Build the C++ kernels in place (again, after a change of theirs)
 
 $(VENV)/.native: kernels/native.cpp $(wildcard kernels/*.h) pyproject.toml | install
-	$(BIN)/python -W ignore -c 'import setuptools; setuptools.setup()' build_ext --inplace
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 demo: install  ## The whole loop on real data (DATASET=kuairand or ml-100k)
@@ -59,7 +59,7 @@ types: install  ## mypy --strict
 	rm -rf $$folder; exit $$status
 
 bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
-	@status=0; for benchmark in ingestion semantic_ids quality swap; do data=""; echo "== $$benchmark"; \
+	@status=0; for benchmark in ingestion semantic_ids quality swap staged_attention beam_select constraint; do data=""; echo "== $$benchmark"; \
 	case $$benchmark in semantic_ids|quality) \
 		if ! test -f "$(DATA)/beauty.seq"; then echo "passed over: no beauty.seq in $(DATA), name its folder with make bench DATA=..."; continue; fi; data="--data $(DATA)";; esac; \
 	$(BIN)/python tests/benchmarks/$$benchmark.py --quick $$data || status=1; done; exit $$status

@@ -114,8 +114,8 @@ def beam_attention_native(
     Raises: ValueError when shapes do not fit or an ancestor's row does not exist.
     """
     tensors = (q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD)
-    library = native.library()
-    if library is None or any(x.dtype != torch.float32 for x in tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    library = native.library_for(*tensors)
+    if library is None:
         return beam_attention_by_length(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
     (requests, width, heads, size), groups, steps = q_RWHD.shape, prompt_k_TGD.shape[1], ancestors_RWS.shape[-1]
     share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)

@@ -109,6 +109,38 @@ static bool attend_own(const BeamAttention& a, int64_t request, int64_t group, i
   return true;
 }
 
+// A block of keys, feature by feature; what is missing of the block is zero.
+static void transpose(const float* k, int64_t stride, int64_t keys, int64_t size, float* k_DT) {
+  int64_t t = 0;
+  for (; t + 4 <= keys; t += 4) {
+    const float* row = k + t * stride;
+    int64_t d = 0;
+    for (; d + 4 <= size; d += 4) {
+      const Quad r0 = *reinterpret_cast<const Quad*>(row + d), r1 = *reinterpret_cast<const Quad*>(row + stride + d);
+      const Quad r2 = *reinterpret_cast<const Quad*>(row + 2 * stride + d), r3 = *reinterpret_cast<const Quad*>(row + 3 * stride + d);
+      const Quad low01 = {r0[0], r1[0], r0[1], r1[1]}, high01 = {r0[2], r1[2], r0[3], r1[3]};
+      const Quad low23 = {r2[0], r3[0], r2[1], r3[1]}, high23 = {r2[2], r3[2], r2[3], r3[3]};
+      float* to = k_DT + d * kKeys + t;
+      *reinterpret_cast<Quad*>(to) = Quad{low01[0], low01[1], low23[0], low23[1]};
+      *reinterpret_cast<Quad*>(to + kKeys) = Quad{low01[2], low01[3], low23[2], low23[3]};
+      *reinterpret_cast<Quad*>(to + 2 * kKeys) = Quad{high01[0], high01[1], high23[0], high23[1]};
+      *reinterpret_cast<Quad*>(to + 3 * kKeys) = Quad{high01[2], high01[3], high23[2], high23[3]};
+    }
+    for (; d < size; ++d)
+      for (int64_t i = 0; i < 4; ++i) k_DT[d * kKeys + t + i] = row[i * stride + d];
+  }
+  for (; t < kKeys; ++t)
+    for (int64_t d = 0; d < size; ++d) k_DT[d * kKeys + t] = t < keys ? k[t * stride + d] : 0.0f;
+}
+
+// A block of values, each padded with zeros to whole vectors.
+static void pad(const float* v, int64_t stride, int64_t keys, int64_t size, int64_t padded, float* v_TD) {
+  for (int64_t t = 0; t < keys; ++t) {
+    std::memcpy(v_TD + t * padded, v + t * stride, size * sizeof(float));
+    std::fill(v_TD + t * padded + size, v_TD + (t + 1) * padded, 0.0f);
+  }
+}
+
 // Rows [begin, end) of one request and one key head; row m is beam m / share with query head group * share + m % share.
 static bool beam_attention(const BeamAttention& a, int64_t request, int64_t group, int64_t begin, int64_t end) {
   const int64_t rows = end - begin, size = a.size, padded = (size + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
@@ -141,13 +173,8 @@ static bool beam_attention(const BeamAttention& a, int64_t request, int64_t grou
     const int64_t keys = std::min(kKeys, a.offsets[request + 1] - first);
     const float* k = a.prompt_k + first * a.prompt_k_row + group * a.prompt_k_head;
     const float* v = a.prompt_v + first * a.prompt_v_row + group * a.prompt_v_head;
-    for (int64_t t = 0; t < kKeys; ++t) {
-      for (int64_t d = 0; d < size; ++d) k_DT[d * kKeys + t] = t < keys ? k[t * a.prompt_k_row + d] : 0.0f;
-      if (t < keys) {
-        std::memcpy(v_TD + t * padded, v + t * a.prompt_v_row, size * sizeof(float));
-        std::fill(v_TD + t * padded + size, v_TD + (t + 1) * padded, 0.0f);
-      }
-    }
+    transpose(k, a.prompt_k_row, keys, size, k_DT);
+    pad(v, a.prompt_v_row, keys, size, padded, v_TD);
     attend_rows(rows, q_tiles, k_DT, v_TD, size, padded, keys, top, sum, o_MD);
   }
   for (int64_t m = 0; m < rows; ++m) {

@@ -19,11 +19,11 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 @silu_product.register("cpu")
 def silu_product_native(gate: Tensor, up: Tensor) -> Tensor:
     """One pass in C++; other types than float32, and gradients, take the torch way."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gates {tuple(gate.shape)} for {tuple(up.shape)} numbers: give one gate for each")
     library = native.library_for(gate, up)
     if library is None:
         return silu_product.reference(gate, up)
-    if gate.shape != up.shape:
-        raise ValueError(f"gates {tuple(gate.shape)} for {tuple(up.shape)} numbers: give one gate for each")
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape)
     native.call(library, "semantide_gate_rows", native.GATE_ROWS.pack(gate.numel(), gate.data_ptr(), up.data_ptr(), out.data_ptr()))

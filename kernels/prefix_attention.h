@@ -34,13 +34,8 @@ static void prefix_attention(const PrefixAttention& a, int64_t sequence, int64_t
     const int64_t keys = std::min(kKeys, length - first);
     const float* k = a.k + (start + first) * a.k_row + group * a.k_head;
     const float* v = a.v + (start + first) * a.v_row + group * a.v_head;
-    for (int64_t t = 0; t < kKeys; ++t) {
-      for (int64_t d = 0; d < size; ++d) k_DT[d * kKeys + t] = t < keys ? k[t * a.k_row + d] : 0.0f;
-      if (t < keys) {
-        std::memcpy(v_TD + t * padded, v + t * a.v_row, size * sizeof(float));
-        std::fill(v_TD + t * padded + size, v_TD + (t + 1) * padded, 0.0f);
-      }
-    }
+    transpose(k, a.k_row, keys, size, k_DT);
+    pad(v, a.v_row, keys, size, padded, v_TD);
     // Whole tiles only: a row before the first one that sees the block sees none of it, which changes nothing since every row has seen the first block.
     const int64_t from = std::max<int64_t>(0, (first - old) * a.share - begin) / kTileRows * kTileRows;
     const int64_t all_seen = std::min(rows, std::max<int64_t>(from, (first + kKeys - 1 - old) * a.share - begin));

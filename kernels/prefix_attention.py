@@ -40,8 +40,8 @@ def prefix_attention(q_NHD: Tensor, new_offsets_B1: Tensor, k_TGD: Tensor, v_TGD
 def prefix_attention_native(q_NHD: Tensor, new_offsets_B1: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor) -> Tensor:
     """One pass over each sequence's keys in C++; other types than float32, and gradients, take the torch way."""
     tensors = (q_NHD, k_TGD, v_TGD)
-    library = native.library()
-    if library is None or any(x.dtype != torch.float32 for x in tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    library = native.library_for(*tensors)
+    if library is None:
         return prefix_attention_fused(q_NHD, new_offsets_B1, k_TGD, v_TGD, offsets_B1)
     new, whole = _bounds(new_offsets_B1, offsets_B1)
     if q_NHD.shape[1] % k_TGD.shape[1] or k_TGD.shape != v_TGD.shape or q_NHD.shape[2] != k_TGD.shape[2]:

@@ -4,6 +4,7 @@
 constexpr int kLanes = VECTOR_BYTES / 4;
 constexpr int kTileRows = TILE_ROWS;
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
 static inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
@@ -12,16 +13,19 @@ static inline Floats spread(float value) { return value - Floats{}; }
 // Not-a-number in `b` is kept out, in `a` it is dropped too: a caller that must see one adds the values up.
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// Across the lanes: first quarter registers at once, then four lanes.
 static inline float largest(Floats value) {
-  float top = value[0];
-  for (int lane = 1; lane < kLanes; ++lane) top = value[lane] > top ? value[lane] : top;
-  return top;
+  const Quad* parts = reinterpret_cast<const Quad*>(&value);
+  Quad top = parts[0];
+  for (int i = 1; i < kLanes / 4; ++i) top = parts[i] > top ? parts[i] : top;
+  return std::max(std::max(top[0], top[1]), std::max(top[2], top[3]));
 }
 
 static inline float total(Floats value) {
-  float sum = 0;
-  for (int lane = 0; lane < kLanes; ++lane) sum += value[lane];
-  return sum;
+  const Quad* parts = reinterpret_cast<const Quad*>(&value);
+  Quad sum = parts[0];
+  for (int i = 1; i < kLanes / 4; ++i) sum += parts[i];
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // e^x for x <= 0 with a relative error of about 1e-7; below -87 it stays near 1e-38; not-a-number comes out as it went in.

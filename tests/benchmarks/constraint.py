@@ -40,13 +40,13 @@ def main() -> int:
     runs = 7 if options.quick else 31
     measures: dict[str, dict[str, Any]] = {}
     wrong = []
+    widths, owners = torch.tensor([WIDTH]), torch.tensor([0])
     for num_codes, levels in [(256, 3)] if options.quick else [(256, 3), (256, 4), (2048, 3)]:
         trie = catalog(num_codes, levels)
         rng = np.random.default_rng(1)
         mask = trie.prefix_counts(rng.random(ITEMS) < 0.9)
         node_filter = ItemFilter.build(trie, [mask], [0], [rng.integers(0, ITEMS, 1000)])
         scores, nodes, live = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        widths, owners = torch.tensor([WIDTH]), torch.tensor([0])
         for level in range(levels):
             offsets, codes = trie.offsets[level], trie.tokens[level]
             logits = torch.randn(1, nodes.shape[1], num_codes, generator=torch.Generator().manual_seed(level)) * 2.5
