@@ -84,7 +84,9 @@ class Service:
             watcher=self.meters,
             on_worker=lambda: torch.set_num_threads(max(1, cores // workers)),
         )
-        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes, settings.serving_weights), self.meters.swap)
+        self.swapper = Swapper(
+            self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes, settings.serving_weights), self.meters.swap
+        )
         self._pollers = [Poller("availability", _POLL_SECONDS, self.availability.poll), Poller("registry", _POLL_SECONDS, self.swapper.poll)]
 
     def start(self) -> None:

@@ -84,7 +84,9 @@ class Bench:
         async with Client(self.engines[engine].url, KEY) as client:
             replies = await storm(client, self.bodies(mix, count, seed), rate, seed=seed, lost=lambda so_far: late(so_far) > allowed)
         held = late(replies) <= allowed
-        say(f"  {engine:8} {mix:5} {rate:7.2f} requests/s: {'held' if held else 'missed'}  p50 {percentile_ms(replies, 50):.0f} p99 {percentile_ms(replies, 99):.0f} ms")
+        say(
+            f"  {engine:8} {mix:5} {rate:7.2f} requests/s: {'held' if held else 'missed'}  p50 {percentile_ms(replies, 50):.0f} p99 {percentile_ms(replies, 99):.0f} ms"
+        )
         return held
 
     async def rate(self, mix: str) -> None:
@@ -111,7 +113,9 @@ class Bench:
         limit = f"p99 <= {self.options.limit_ms:.0f} ms"
         self.measures[f"{mix}_requests_per_second"] = entry(mine, "requests/s", "higher", self.options.runs, baseline=f"classic engine, {theirs:.2f}; {limit}")
         if theirs:
-            self.measures[f"{mix}_rate_over_classic"] = entry(mine / theirs, "ratio", "higher", self.options.runs, baseline="classic engine", at_least=3.5, aim=6)
+            self.measures[f"{mix}_rate_over_classic"] = entry(
+                mine / theirs, "ratio", "higher", self.options.runs, baseline="classic engine", at_least=3.5, aim=6
+            )
         else:
             say(f"  the classic engine does not hold {self.options.floor} requests/s with the {mix} mix: no ratio")
 

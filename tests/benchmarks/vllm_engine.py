@@ -54,7 +54,13 @@ def main() -> None:
         begin = time.perf_counter()
         found = model.beam_search([{"prompt_token_ids": asked["tokens"]}], params)[0].sequences
         seconds = time.perf_counter() - begin
-        say({"seconds": seconds, "sequences": [[int(token) for token in beam.tokens[-asked["steps"] :]] for beam in found], "scores": [beam.cum_logprob for beam in found]})
+        say(
+            {
+                "seconds": seconds,
+                "sequences": [[int(token) for token in beam.tokens[-asked["steps"] :]] for beam in found],
+                "scores": [beam.cum_logprob for beam in found],
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -100,7 +100,9 @@ def test_clients_that_hang_up_disturb_nobody(server, right):
         await asyncio.sleep(0.5 * number / 60)
         _, writer = await asyncio.open_connection(host, int(port))
         data = json.dumps({"history": EVERYTHING, "n": 100, "beam_width": (1, 128, 4096)[number % 3]}).encode()
-        head = f"POST /v1/recommendations HTTP/1.1\r\nHost: {host}\r\nX-API-Key: test-key\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST /v1/recommendations HTTP/1.1\r\nHost: {host}\r\nX-API-Key: test-key\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         writer.write(head.encode() + data[: len(data) // (2 if number % 5 == 0 else 1)])  # some leave before they have said all
         await writer.drain()
         await asyncio.sleep((0, 0.001, 0.005, 0.02)[number % 4])
