@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound
 from semantide.shared.models.generator import Generator, GeneratorConfig
@@ -156,6 +157,15 @@ def _kind(config: GeneratorConfig) -> str:
     return kinds[traits]
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves out random numbers for weights that are read afterwards: on the meta device they would cost the import of torch's compiler, which is seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function is torch.Tensor.normal_ or getattr(function, "__module__", "") == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
 def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
     """Read a Qwen3ForCausalLM or Qwen2ForCausalLM folder as a generator; see ``Generator.from_pretrained``."""
     header = read_config(folder)
@@ -166,7 +176,7 @@ def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> 
         tensors.pop(_HEAD, None)
     if token_lists is not None:
         _arrange(tensors, token_lists, config, folder)
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         generator = Generator(config)
     fill(generator, tensors, folder, assign=True)
     embedding = generator.model.embed_tokens.weight

@@ -69,16 +69,16 @@ class Client:
     async def post(self, path: str, body: Any) -> Any:
         """A request that must succeed; the parsed answer.
 
-        Raises: SystemExit with what came back instead.
+        Raises: RuntimeError with what came back instead.
         """
         status, data = await self.send("POST", path, json.dumps(body).encode())
         if status != 200:
-            raise SystemExit(f"{path} answered {status}: {data.decode()[:500]}")
+            raise RuntimeError(f"{path} answered {status}: {data.decode()[:500]}")
         return json.loads(data)
 
     async def abandon(self, path: str, data: bytes, after_seconds: float) -> None:
         """Send a request and hang up while it is worked on."""
-        reader, writer = await self._open()
+        _, writer = await self._open()
         writer.write(f"POST {path} HTTP/1.1\r\n{self._head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await asyncio.sleep(after_seconds)
         writer.close()
@@ -168,4 +168,4 @@ def percentile_ms(replies: Sequence[Reply], share: float) -> float:
     """Latency that this share of requests stays below, ms; what was not answered in full never came."""
     if not replies:
         return math.nan
-    return float(np.percentile([reply.seconds * 1e3 if reply.full else math.inf for reply in replies], share, method="higher"))
+    return float(np.percentile([reply.seconds * 1e3 if reply.full else math.inf for reply in replies], share, method="inverted_cdf"))

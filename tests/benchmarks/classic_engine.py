@@ -26,13 +26,14 @@ from semantide.shared.models.generator import Generator
 
 @dataclass
 class ClassicState:
-    """Keys and values of every beam's whole sequence: per layer [R * W, G, S, d]."""
+    """Keys and values of every beam's whole sequence: per layer [R * W, G, S, d]. Own tokens stand after the ``longest`` prompt."""
 
     lengths_R: Tensor
     prompts: list[tuple[Tensor, Tensor]]
     offsets_R1: Tensor
     caches: list[tuple[Tensor, Tensor]]
     visible_RS: Tensor | None
+    longest: int
     steps: int = 0
 
 
@@ -63,7 +64,7 @@ class ClassicDecoder:
             q_THd, k_TGd, v_TGd = layer.project(x_TD, *rotation)
             prompts.append((k_TGd, v_TGd))
             x_TD = layer.finish(x_TD, jagged_attention(q_THd, k_TGd, v_TGd, offsets_R1))
-        return self._logits(x_TD[offsets_R1[1:] - 1], 0), ClassicState(lengths_R, prompts, offsets_R1, [], None)
+        return self._logits(x_TD[offsets_R1[1:] - 1], 0), ClassicState(lengths_R, prompts, offsets_R1, [], None, int(lengths_R.max()))
 
     @torch.inference_mode()
     def step(self, state: ClassicState, level: int, parents_RW: Tensor, codes_RW: Tensor) -> Tensor:
@@ -76,8 +77,7 @@ class ClassicDecoder:
             rows_N = (parents_RW + old * torch.arange(requests)[:, None]).flatten()
             for index, (k, v) in enumerate(state.caches):
                 state.caches[index] = (k.index_select(0, rows_N), v.index_select(0, rows_N))
-        longest = int(state.lengths_R.max())
-        end = longest + state.steps + 1
+        end = state.longest + state.steps + 1
         mask_N11S = None
         if state.visible_RS is not None:
             mask_N11S = state.visible_RS[:, :end].repeat_interleave(width, 0)[:, None, None, :]
@@ -95,7 +95,7 @@ class ClassicDecoder:
 
     def _spread(self, state: ClassicState, width: int) -> None:
         """Give each beam its copy of the prompt; shorter prompts leave a gap that the mask hides."""
-        longest, requests = int(state.lengths_R.max()), len(state.lengths_R)
+        longest, requests = state.longest, len(state.lengths_R)
         size = longest + len(self.level_sizes) - 1
         bounds = list(pairwise(state.offsets_R1.tolist()))
         for pair in state.prompts:
@@ -122,6 +122,7 @@ class ClassicSearch:
         self._trie, self._filter, self._normalisation = trie, node_filter, normalisation
         self.level, self.candidates = 0, 0
         self._widths_R = torch.tensor([min(width, len(trie)) for width in widths])
+        self._owners_R = torch.arange(len(widths))  # the filter's numbers of the requests
         self._nodes_RW = torch.zeros(len(widths), 1, dtype=torch.int64)
         self._live_RW = torch.ones(len(widths), 1, dtype=torch.bool)
         self._scores_RW = torch.zeros(len(widths), 1)
@@ -147,7 +148,8 @@ class ClassicSearch:
         else:
             steps_RWK = torch.log_softmax(logits_RWK, -1)
         if self._filter is not None:
-            alive_C = self._filter.alive(level + 1, rows_C // width, children_C)
+            leaves = self._filter.at(level + 1).leaves(level + 1, self._owners_R)
+            alive_C = leaves.alive(leaves.child_bounds_C1, rows_C // width, children_C)
             every_NK[rows_C[~alive_C], codes_C[~alive_C]] = -1
         mask_NK = torch.zeros_like(every_NK, dtype=logits.dtype).masked_fill_(every_NK < 0, -torch.inf)
         scores_RM = (self._scores_RW[:, :, None] + steps_RWK + mask_NK.view(steps_RWK.shape)).flatten(1)
@@ -177,6 +179,7 @@ class ClassicSearch:
             dead_ends_R=nothing_R,
             dropped_R=torch.zeros(len(live_RW), dtype=torch.float64),
             candidates=self.candidates,
+            visited=self.candidates,
             seconds=seconds or {},
         )
 

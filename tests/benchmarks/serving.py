@@ -3,8 +3,11 @@
 Real processes, a real broker, prompts of real histories (Amazon Beauty with --data; a long mix whose lengths are MovieLens users'; synthetic ones without).
 Both engines serve the same weights with the same threads and are first compared: exit 1 where their answers differ. Rates are bisected for both in turn.
 
-    python tests/benchmarks/serving.py [--quick] [--json] [--data DIR] [--model 256x4] [--width 128] [--parts rate returning share swap overload]
+    python tests/benchmarks/serving.py [--quick] [--json] [--data DIR] [--model 256x4] [--width 128] [--parts cost rate returning share swap overload]
 
+Mixes: short and long histories of users who come for the first time, or (returning) users with long ones who were there before and have bought one item since.
+
+* cost: processor time of a request, four clients at a time;
 * rate: the highest Poisson rate at which 99 % of requests are answered within --limit-ms, in full (a narrowed answer counts as missing);
 * returning: latency of a user with one new item, cold over warm; * share: what of a lone request's time is not the model's;
 * swap: half the rate found, with swaps of the live model; * overload: twice the rate, answers and refusals.
@@ -14,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,8 +36,11 @@ from shop import SHAPES, Shop, open_shop
 from semantide.shared.version import code_version
 
 CLASSIC = [str(Path(__file__).resolve().parent / "classic_app.py")]
-MIXES = ("short", "long")
-PARTS = ("rate", "returning", "share", "swap", "overload")
+MIXES = ("short", "long", "returning")
+RETURNING_USERS = 40
+CLIENTS = 4
+KV_BYTES = 8 * 2**30
+PARTS = ("cost", "rate", "returning", "share", "swap", "overload")
 MODEL_STAGES = ("prefill", "step", "select")
 TOLERANCE = 1e-3  # of scores, which are sums of float32 log-probabilities
 
@@ -46,16 +53,37 @@ class Bench:
         self.engines = {"ours": ours, "classic": classic}
         self.measures: dict[str, dict[str, Any]] = {}
         self.rates: dict[tuple[str, str], float] = {}
-
-    def body(self, history: Sequence[str], **more: Any) -> bytes:
-        """A request for ten items with the width measured."""
-        return json.dumps({"history": list(history), "n": 10, "beam_width": self.options.width, **more}).encode()
+        self.numbers = itertools.count()
 
     def bodies(self, mix: str, count: int, seed: int) -> list[bytes]:
-        """Requests of a mix, in an order that depends on the seed only."""
-        histories = self.shop.short if mix == "short" else self.shop.long
-        chosen = np.random.default_rng(seed).integers(0, len(histories), count).tolist()
-        return [self.body(histories[number][-666:]) for number in chosen]
+        """Requests with their histories, in an order that depends on the seed only."""
+        return [json.dumps({"history": history, "n": 10, "beam_width": self.options.width}).encode() for history in self.histories(mix, count, seed)]
+
+    def histories(self, mix: str, count: int, seed: int) -> list[tuple[str, ...]]:
+        """Histories of a mix, drawn by the seed."""
+        pool = self.shop.short if mix == "short" else self.shop.long
+        return [pool[number] for number in np.random.default_rng(seed).integers(0, len(pool), count).tolist()]
+
+    def visits(self, mix: str, count: int, seed: int) -> list[bytes]:
+        """Requests by users whose histories are stored; none of them was there before, but for those of the returning mix."""
+        if mix == "returning":
+            users = [f"returning-{number}" for number in np.random.default_rng(seed).integers(0, RETURNING_USERS, count).tolist()]
+        else:
+            number = next(self.numbers)
+            histories = {f"{mix}-{number}-{place}": history for place, history in enumerate(self.histories(mix, count, seed))}
+            self.shop.remember(histories)
+            users = list(histories)
+        return [self.visit(user) for user in users]
+
+    def visit(self, user: str) -> bytes:
+        """A request by a user whose history is stored."""
+        return json.dumps({"user": user, "n": 10, "beam_width": self.options.width}).encode()
+
+    async def buy(self, body: bytes) -> None:
+        """One new item in the history of the user who is about to ask."""
+        user = json.loads(body)["user"]
+        number = next(self.numbers)
+        await asyncio.to_thread(self.shop.remember, {user: (self.shop.items[number % len(self.shop.items)],)}, 10_000_000 + number)
 
     async def lone(self, engine: str, bodies: Sequence[bytes]) -> list[Reply]:
         """One request after another."""
@@ -65,6 +93,8 @@ class Bench:
                 begin = clock()
                 status, data = await client.send("POST", "/v1/recommendations", body)
                 replies.append(Reply(number, status, data, clock() - begin))
+                if status != 200:
+                    raise SystemExit(f"the {engine} engine answered {status} to a lone request: {data.decode()[:500]}")
         return replies
 
     async def compare(self, mix: str, count: int) -> int:
@@ -72,6 +102,27 @@ class Bench:
         bodies = self.bodies(mix, count, 77)
         pairs = zip(await self.lone("ours", bodies), await self.lone("classic", bodies), strict=True)
         return sum(not same_answer(mine, theirs) for mine, theirs in pairs)
+
+    async def cost(self, mix: str) -> None:
+        """Processor time a request in a closed loop, both engines in turn; the medians."""
+        found: dict[str, list[float]] = {engine: [] for engine in self.engines}
+        for run in range(2 * self.options.runs):
+            for engine, server in self.engines.items():
+                visits = self.visits(mix, CLIENTS * self.options.rounds, 200 + run)
+                async with Client(server.url, KEY) as client:
+                    left = iter(visits)
+
+                    async def take(client: Client, left: Iterator[bytes]) -> None:
+                        for body in left:
+                            await client.post("/v1/recommendations", json.loads(body))
+
+                    before = server.cpu_seconds()
+                    await asyncio.gather(*(take(client, left) for _ in range(CLIENTS)))
+                    found[engine].append((server.cpu_seconds() - before) / len(visits) * 1e3)
+        mine, theirs = (statistics.median(found[engine]) for engine in ("ours", "classic"))
+        detail = f"classic engine, {theirs:.1f} ms"
+        self.measures[f"{mix}_cpu_ms_per_request"] = entry(mine, "ms", "lower", 2 * self.options.runs, baseline=detail)
+        self.measures[f"{mix}_cpu_classic_over_ours"] = entry(theirs / mine, "ratio", "higher", 2 * self.options.runs, baseline=detail, at_least=3.5, aim=6)
 
     async def probe(self, engine: str, mix: str, rate: float, seed: int) -> bool:
         """Whether 99 % of a stretch of Poisson arrivals are answered within the limit."""
@@ -82,7 +133,9 @@ class Bench:
             return sum(not reply.full or reply.seconds > self.options.limit_ms / 1e3 for reply in replies)
 
         async with Client(self.engines[engine].url, KEY) as client:
-            replies = await storm(client, self.bodies(mix, count, seed), rate, seed=seed, lost=lambda so_far: late(so_far) > allowed)
+            visits = self.visits(mix, count, seed)
+            before = (lambda number: self.buy(visits[number])) if mix == "returning" else None
+            replies = await storm(client, visits, rate, seed=seed, before=before, lost=lambda so_far: late(so_far) > allowed)
         held = late(replies) <= allowed
         say(
             f"  {engine:8} {mix:5} {rate:7.2f} requests/s: {'held' if held else 'missed'}  p50 {percentile_ms(replies, 50):.0f} p99 {percentile_ms(replies, 99):.0f} ms"
@@ -92,7 +145,10 @@ class Bench:
     async def rate(self, mix: str) -> None:
         """Bisect both engines in turn, several times; the medians."""
         found: dict[str, list[float]] = {"ours": [], "classic": []}
-        alone = {engine: await self.lone(engine, self.bodies(mix, 20, 5)) for engine in self.engines}
+        if mix == "returning":
+            self.shop.remember({f"returning-{number}": history for number, history in enumerate(self.histories(mix, RETURNING_USERS, 6))})
+            await self.lone("ours", [self.visit(f"returning-{number}") for number in range(RETURNING_USERS)])
+        alone = {engine: await self.lone(engine, self.visits(mix, 20, 5)) for engine in self.engines}
         for engine, replies in alone.items():
             name = f"{mix}_lone_p50_ms_{engine}"
             self.measures[name] = entry(percentile_ms(replies, 50), "ms", "lower", 20)
@@ -122,7 +178,7 @@ class Bench:
     async def bearable(self, mix: str) -> float:
         """The rate found for ours, or a guess from lone requests where it was not measured."""
         if (mix, "ours") not in self.rates:
-            self.rates[mix, "ours"] = 1e3 / percentile_ms(await self.lone("ours", self.bodies(mix, 20, 5)), 50)
+            self.rates[mix, "ours"] = 1e3 / percentile_ms(await self.lone("ours", self.visits(mix, 20, 5)), 50)
         return max(self.rates[mix, "ours"], self.options.floor)
 
     async def returning(self, prompt_tokens: int) -> None:
@@ -159,7 +215,7 @@ class Bench:
         engine, shares, stages = self.engines["ours"], [], {}
         async with Client(engine.url, KEY) as client:
             clock = asyncio.get_running_loop().time
-            for body in self.bodies(mix, self.options.rounds * 4, 9):
+            for body in self.visits(mix, self.options.rounds * 4, 9):
                 before = engine.stage_seconds()
                 begin = clock()
                 status, _ = await client.send("POST", "/v1/recommendations", body)
@@ -207,10 +263,15 @@ class Bench:
         """Twice the rate found: what is answered, narrowed, refused; then half of it, to see that it recovers."""
         rate = 2 * await self.bearable(mix)
         count = max(100, int(rate * self.options.seconds))
-        async with Client(self.engines["ours"].url, KEY) as client:
-            crowd = await storm(client, self.bodies(mix, count, 4), rate, seed=4)
+        folder, redis_url = self.shop.folder, self.shop.redis_url
+        with ServingProcess(folder, redis_url, threads=self.options.threads) as server:
+            await self._crowd(server, mix, count, rate)
+
+    async def _crowd(self, server: ServingProcess, mix: str, count: int, rate: float) -> None:
+        async with Client(server.url, KEY) as client:
+            crowd = await storm(client, self.visits(mix, count, 4), rate, seed=4)
             await asyncio.sleep(1.0)
-            after = await storm(client, self.bodies(mix, 50, 5), rate / 4, seed=5)
+            after = await storm(client, self.visits(mix, 50, 5), rate / 4, seed=5)
         answered = [reply for reply in crowd if reply.status == 200]
         refused = [reply for reply in crowd if reply.status == 429]
         other = [reply for reply in crowd if reply.status not in (200, 429)]
@@ -246,11 +307,13 @@ def say(text: str) -> None:
 async def run(bench: Bench, options: argparse.Namespace) -> int:
     """Compare, then measure; the number of requests that were answered differently."""
     wrong = 0
-    for mix in options.mixes:
+    for mix in ("short", "long"):
         wrong += await bench.compare(mix, 5 if options.quick else 20)
     if wrong:
         return wrong
     for mix in options.mixes:
+        if "cost" in options.parts and mix != "returning":
+            await bench.cost(mix)
         if "rate" in options.parts:
             await bench.rate(mix)
     if "share" in options.parts:
@@ -277,15 +340,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each serving process")
     parser.add_argument("--runs", type=int, help="bisections of each engine; default 3 (quick: 1)")
     parser.add_argument("--seconds", type=float, help="length of one stretch of arrivals; default 20 (quick: 4)")
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["short", "long"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--prompts", nargs="+", type=int, help="prompt tokens of returning users; default 600 2000 (quick: 600)")
+    parser.add_argument("--prompts", nargs="+", type=int, help="prompt tokens of returning users; default 600 1800 (quick: 600)")
     options = parser.parse_args()
     quick = options.quick
     options.model = options.model or ("128x2" if quick else "256x4")
     options.runs = options.runs or (1 if quick else 3)
     options.seconds = options.seconds or (4.0 if quick else 20.0)
-    options.prompts = options.prompts or ([600] if quick else [600, 1999])
+    options.prompts = options.prompts or ([600] if quick else [600, 1800])
     options.least = 60 if quick else 200
     options.precision, options.floor = (1.3, 2.0) if quick else (1.06, 0.25)
     options.rounds = 8 if quick else 25
@@ -298,8 +361,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="semantide-serving-") as name, ExitStack() as stack:
         folder = Path(name)
         shop = stack.enter_context(open_shop(folder, options.model, data=options.data))
-        ours = stack.enter_context(ServingProcess(folder, shop.redis_url, threads=options.threads))
-        classic = stack.enter_context(ServingProcess(folder, shop.redis_url, command=CLASSIC, threads=options.threads))
+        # Nobody is narrowed while rates are compared; copies of prompts need far more memory than our default.
+        fixed = {"serving_narrowing_seconds": 0, "serving_kv_bytes": KV_BYTES, "serving_deadline_seconds": 60, "serving_weights": "float32"}
+        ours = stack.enter_context(ServingProcess(folder, shop.redis_url, threads=options.threads, settings=fixed))
+        classic = stack.enter_context(ServingProcess(folder, shop.redis_url, command=CLASSIC, threads=options.threads, settings=fixed))
         bench = Bench(options, shop, ours, classic)
         wrong = asyncio.run(run(bench, options))
     setting = {"model": options.model, "width": options.width, "threads": options.threads, "histories": "Amazon Beauty" if shop.real else "synthetic"}

@@ -91,6 +91,12 @@ class ServingProcess:
         prefix = "semantide_serving_stage_seconds_sum"
         return {json.loads(name[len(prefix) :])["stage"]: value for name, value in self.metrics(prefix).items() if name != prefix}
 
+    def cpu_seconds(self) -> float:
+        """Processor time of the process so far: unlike the clock's, it hardly depends on what else the machine does."""
+        assert self.process is not None
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def memory_bytes(self) -> int:
         """Resident memory of the process and its children."""
         assert self.process is not None

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _catalog(folder: Path, data: Path | None, iterations: int) -> tuple[tuple[st
         spelled.save(folder)
         bounds = dataset.offsets.tolist()
         rows = dataset.items.tolist()
-        histories = [tuple(dataset.item_ids[row] for row in rows[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+        histories = [tuple(dataset.item_ids[row] for row in rows[begin:end]) for begin, end in pairwise(bounds)]
         return spelled.catalog.item_ids, tuple(histories)
     rng = np.random.default_rng(0)
     count = 12_101

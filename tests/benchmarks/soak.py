@@ -193,7 +193,7 @@ class Soak:
             time.sleep(0.2)
 
 
-IN_USE = ("semantide_serving_queue", "semantide_kv_in_use_bytes", "semantide_serving_running")
+IN_USE = ("semantide_serving_queue", "semantide_serving_groups", "semantide_kv_bytes")
 
 
 def report(soak: Soak, options: argparse.Namespace, left: dict[str, float]) -> dict[str, Any]:

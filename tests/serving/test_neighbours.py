@@ -74,7 +74,9 @@ def check(replies: list[Reply], right: list[list[dict]]) -> None:
 
 def nothing_left(server) -> None:
     """Nobody waits or runs, and no memory is held."""
-    wait_until(lambda: server.service.batcher.depth() == 0)
+    service = server.service
+    wait_until(lambda: service.scheduler.depth() == service.scheduler.running() == service.pool.in_use_bytes == 0)
+    assert service.pool.leases == 0
 
 
 def test_answers_do_not_depend_on_the_company(server, right):
