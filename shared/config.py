@@ -89,6 +89,10 @@ class Settings(BaseSettings):
     """Most memory for keys and values of running recommendation requests; others wait, bytes."""
     serving_prompt_cache_bytes: int = Field(default=256 * 1024**2, ge=0)
     """Most memory for the prompts of users who may return, of each live model; 0: none is kept, bytes."""
+    serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
+    serving_cursor_seconds: int = Field(default=900, ge=1)
+    """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a worker process shows its metrics on loopback; ``semantide up`` gives its workers this one and the next. 0: none."""
     otlp_endpoint: str = ""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import structlog
@@ -21,7 +22,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest, start_http_server
 
 from semantide.shared.config import Settings
 from semantide.shared.version import code_version
@@ -104,10 +105,10 @@ def current_trace() -> str | None:
 
 
 @contextmanager
-def continued_trace(trace_parent: str | None, name: str) -> Iterator[None]:
+def continued_trace(trace_parent: str | None, name: str, room: str = "jobs") -> Iterator[None]:
     """A span that continues a kept trace, or begins one of its own."""
     context = propagate.extract({"traceparent": trace_parent}) if trace_parent else None
-    with tracer("jobs").start_as_current_span(name, context=context):
+    with tracer(room).start_as_current_span(name, context=context):
         yield
 
 
@@ -131,6 +132,18 @@ def stage_spans(room: str, stages: Iterable[tuple[str, float, float]]) -> None:
 def meter(name: str) -> metrics.Meter:
     """A meter of one room; instruments made from it appear on ``/metrics``."""
     return metrics.get_meter(f"semantide.{name}")
+
+
+@cache
+def fast_counter(name: str, description: str, label: str = "") -> Counter:
+    """A counter for paths where every microsecond counts: a twentieth of the cost of a meter's. On the same page; one label at most."""
+    return Counter(name, description, [label] if label else [])
+
+
+@cache
+def fast_histogram(name: str, description: str, bounds: tuple[float, ...], label: str = "") -> Histogram:
+    """A histogram like ``fast_counter``."""
+    return Histogram(name, description, [label] if label else [], buckets=bounds)
 
 
 def metrics_page() -> tuple[bytes, str]:

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import pydantic
 import typer
 
-from semantide.services.commandline import display, jobs, stack
+from semantide.services.commandline import display, jobs, stack, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
+from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS, JobRecord, JobSpec
@@ -31,6 +32,8 @@ app = typer.Typer(
     help="Generative recommendation: ingest, spell items as semantic ids, train, evaluate, serve.",
 )
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(variants.app, name="variants")
+app.command()(recommend)
 
 _BASELINE = "sasrec"
 _REJECTS_SHOWN = 5
@@ -274,35 +277,6 @@ def rollback(as_json: AsJson = False) -> None:
     """Make the previously live model live again."""
     answer = Client(Settings()).post("/v1/serving/rollback")
     display.as_json(answer) if as_json else display.console.print(f"live: {answer.get('model')} with {answer.get('catalog')}", highlight=False)
-
-
-@app.command()
-def recommend(
-    user: Annotated[str | None, typer.Option(help="A user id")] = None,
-    history: Annotated[list[str] | None, typer.Option("--item", help="An item of an explicit history, oldest first; repeat it")] = None,
-    n: int = 10,
-    beam_width: int | None = None,
-    exclude_seen: bool = False,
-    exclude: Annotated[list[str] | None, typer.Option(help="An item that must not appear; repeat it")] = None,
-    category: Annotated[list[str] | None, typer.Option(help="Only items of any of these categories; repeat it")] = None,
-    every_category: Annotated[list[str] | None, typer.Option(help="Only items of all of these categories; repeat it")] = None,
-    variety: Annotated[float, typer.Option(help="For a user without history: draw among the beams at this temperature; 0 takes the best")] = 0.0,
-    as_json: AsJson = False,
-) -> None:
-    """Ask the live model for recommendations."""
-    if user is None and not history:
-        raise ValueError("say for whom: --user ID, or a history with --item ID (repeated)")
-    body: dict[str, Any] = {"n": n, "exclude_seen": exclude_seen}
-    optional = {"user": user, "history": history or None, "beam_width": beam_width, "exclude_ids": exclude, "variety": variety or None}
-    optional |= {"categories_any": category, "categories_all": every_category}
-    body |= {name: value for name, value in optional.items() if value is not None}
-    answer = Client(Settings()).post("/v1/recommendations", body)
-    if as_json:
-        display.as_json(answer)
-        return
-    display.table(f"for {user or 'this history'}", ["item", "score", "title"], [[i["item"], i["score"], i.get("title") or ""] for i in answer["items"]])
-    if answer.get("short_reason"):
-        display.console.print(f"fewer than asked for: {answer['short_reason']}")
 
 
 @app.command()

@@ -8,31 +8,43 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 
+from semantide.services.serving import explanation, exploration
+from semantide.services.serving.bundle import Bundle
 from semantide.services.serving.contract import (
     CandidatesAnswer,
     DecisionsAnswer,
     Explanation,
     HistoryItem,
     LiveAnswer,
+    NearItem,
     PromoteRequest,
     RecommendationAnswer,
     RecommendationRequest,
     RecommendedItem,
     RollbackRequest,
+    SplitAnswer,
+    SplitRequest,
     Timing,
+    VariantAnswer,
 )
 from semantide.services.serving.engine import Answer, Recommendation
-from semantide.services.serving.registry import RegistryState
+from semantide.services.serving.explanation import Neighbour
+from semantide.services.serving.exploration import POOL, Mixed, seed_of
+from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
+from semantide.services.serving.registry import LIVE, RegistryState
 from semantide.services.serving.scheduler import Overloaded
 from semantide.services.serving.service import Service
 from semantide.services.serving.ticket import Passage
 from semantide.services.serving.wish import Wish
-from semantide.shared.errors import TransientError
-from semantide.shared.http import APIRouter, HTTPException, Request
+from semantide.shared.errors import NotFound, SemantideError, TransientError
+from semantide.shared.http import APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.room import Room
-from semantide.shared.telemetry import stage_spans
+from semantide.shared.telemetry import continued_trace, logger, stage_spans
+
+_DRAW_SECONDS = 3600  # for which one user's draw of new items stays as it is
 
 _services: dict[int, Service] = {}
 _process = secrets.token_hex(6)  # with a counter, an id of every request without asking the system for randomness each time
@@ -63,34 +75,56 @@ def ready(room: Room) -> tuple[bool, str]:
 
 
 def build(room: Room) -> APIRouter:
-    """Recommendations, promotion, rollback."""
+    """Recommendations, promotion, rollback, splits."""
     router = APIRouter(prefix="/v1")
     service = _service(room)
-    actions = room.settings.actions
+    settings = room.settings
 
-    @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first")
+    @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first; with a cursor the next page")
     async def recommend(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
+        with continued_trace(request.headers.get("traceparent"), "POST /v1/recommendations", "serving"):
+            return await answer_to(body, request)
+
+    async def answer_to(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
-        wish = _wish(body, actions)
+        if body.cursor is not None:
+            return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
+        wish = _wish(body, settings.actions)
+        variant: str | None = None
         try:
-            answer, passage = await _unless_gone(request, service.submit(wish))
+            choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
+            bundle, variant = choice.bundle, choice.variant
+            share = settings.serving_exploration if body.explore and bundle.new_items else 0.0
+            seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS)) if share else 0
+            places = exploration.places(wish.n, share, seed) if share else ()
+            wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
+            (answer, passage), *fresh = await _search(request, service, wishes, bundle)
         except Overloaded as error:
-            service.meters.request("overloaded")
+            service.meters.request("overloaded", variant)
             raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
         except ClientGone as error:
-            service.meters.request("cancelled")
+            service.meters.request("cancelled", variant)
             raise HTTPException(499, str(error)) from error
         except TransientError:
-            service.meters.request("unavailable")
+            service.meters.request("unavailable", variant)
             raise
         except Exception:
-            service.meters.request("failed")
+            service.meters.request("failed", variant)
             raise
-        service.meters.request("short" if answer.short_reason else "ok")
+        mixed = Mixed(answer.items)
+        if fresh:
+            mixed = exploration.mix(answer.items, [hit for found, _ in fresh for hit in found.items], places, _new_items(bundle, answer), seed)
         total = time.perf_counter() - begin
+        service.meters.request("short" if answer.short_reason else "ok", variant)
         service.meters.stage("total", total)
+        if mixed.explored:
+            service.meters.explored(len(mixed.explored))
         stage_spans("serving", passage.marks)
-        return _answer(answer, passage, body.explain, total)
+        near = await run_in_threadpool(explanation.nearest, bundle, [hit.item for hit in mixed.items], answer.history_rows) if body.explain else None
+        whole = _answer(answer, passage, variant, mixed, near, total)
+        if body.depth is None or len(whole.items) <= body.n:
+            return whole
+        return await run_in_threadpool(_first_page, service, whole, body)
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
@@ -104,11 +138,20 @@ def build(room: Room) -> APIRouter:
     def live() -> LiveAnswer:
         return _live(service, service.registry.read())
 
+    @router.put("/serving/variants", tags=["serving"], summary="Give some of the users to other models; these are loaded and tried first")
+    def divide(body: SplitRequest) -> SplitAnswer:
+        wanted = [(wish.name, wish.model, wish.catalog, wish.share) for wish in body.variants]
+        return _split(service, service.divide(body.salt, wanted, body.force, body.reason))
+
+    @router.get("/serving/variants", tags=["serving"], summary="How users are divided between the live model and variants")
+    def split() -> SplitAnswer:
+        return _split(service, service.registry.read())
+
     @router.get("/serving/candidates", tags=["serving"], summary="Models that may be promoted")
     def candidates() -> CandidatesAnswer:
         return CandidatesAnswer(candidates=list(service.registry.read().candidates))
 
-    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, rollbacks and catalog extensions")
+    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, rollbacks, splits and catalog extensions")
     def decisions() -> DecisionsAnswer:
         return DecisionsAnswer(decisions=list(service.registry.read().decisions))
 
@@ -119,26 +162,81 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-async def _unless_gone(request: Request, future: Future[tuple[Answer, Passage]]) -> tuple[Answer, Passage]:
-    """Wait for an answer; should the client leave, the request's work is given up.
+async def _search(request: Request, service: Service, wishes: list[Wish], bundle: Bundle) -> list[tuple[Answer, Passage]]:
+    """Answers of the first wish and of those others that went well: their failure takes nothing from the first.
 
-    Raises: ClientGone, and what the request itself raises.
+    Should the client leave, the work is given up.
+
+    Raises: ClientGone, and what the first wish raises.
     """
+    futures = [service.submit(wishes[0], bundle)]
+    for wish in wishes[1:]:
+        with suppress(TransientError):
+            futures.append(service.submit(wish, bundle))
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        future.cancel()
+        for future in futures:
+            future.cancel()
 
     watching = asyncio.create_task(watch())
     try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        if watching.done():
-            raise ClientGone("the client left before the answer") from None
-        raise
+        first, *others = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
     finally:
         watching.cancel()
+    if isinstance(first, BaseException):
+        if isinstance(first, asyncio.CancelledError):
+            raise ClientGone("the client left before the answer") from None
+        raise first
+    for other in others:
+        if isinstance(other, Exception) and not isinstance(other, SemantideError):
+            logger("serving").error("the search among new items failed", error=str(other), exc_info=other)
+    return [first, *(other for other in others if not isinstance(other, BaseException))]
+
+
+def _new_items(bundle: Bundle, answer: Answer) -> frozenset[str]:
+    return frozenset(hit.item for hit in answer.items if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
+
+
+def _first_page(service: Service, answer: RecommendationAnswer, body: RecommendationRequest) -> RecommendationAnswer:
+    """The first page of an answer, and a cursor for the next one."""
+    token = service.pages.keep(Ranking(answer=answer, user=body.user, n=body.n))
+    return answer.model_copy(update={"items": answer.items[: body.n], "cursor": write_cursor(token, body.n), "short_reason": None})
+
+
+def _next_page(service: Service, body: RecommendationRequest, cursor: str, begin: float) -> RecommendationAnswer:
+    """A further page of a kept ranking.
+
+    Raises: ValueError, NotFound, BrokerUnavailable.
+    """
+    if others := sorted(body.model_fields_set - {"cursor", "n"}):
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in others)} given together with `cursor`: a further page is pinned to what its first page was asked for; send `cursor` and at most `n`"
+        )
+    token, place = read_cursor(cursor)
+    try:
+        ranking = service.pages.read(token)
+    except NotFound:
+        service.meters.page("expired")
+        raise
+    n = body.n if "n" in body.model_fields_set else ranking.n
+    page = turn(ranking.answer.items, place, n, service.hidden(ranking.user))
+    service.meters.page("ok")
+    ended = f"the ranking of {len(ranking.answer.items)} items ends here: ask for a first page with a larger `depth`"
+    return ranking.answer.model_copy(
+        update={
+            "items": page.items,
+            "cursor": None if page.following is None else write_cursor(token, page.following),
+            "request_id": _request_id(),
+            "short_reason": None if len(page.items) == n else ranking.answer.short_reason or ended,
+            "timing": Timing(queue_ms=0.0, search_ms=0.0, total_ms=(time.perf_counter() - begin) * 1e3),
+        }
+    )
+
+
+def _request_id() -> str:
+    return f"{_process}-{next(_numbers):x}"
 
 
 def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
@@ -149,15 +247,23 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
     if (body.user is None) == (body.history is None):
         given = "neither" if body.user is None else "both"
         raise ValueError(f"{given} of `user` and `history` given: send one of them (for an unknown visitor any new user id will do)")
+    if body.depth is not None and body.depth < body.n:
+        raise ValueError(f"`depth` is {body.depth} and `n` {body.n}: rank at least as many items as the first page has")
+    if body.split_by is not None and body.user is not None:
+        raise ValueError(f"`split_by` is {body.split_by!r} and `user` {body.user!r}: a user is split by their own id; leave `split_by` out")
     events = None
     if body.history is not None:
         if not body.history:
             raise ValueError("`history` is []: give at least one item, or send `user` instead (an unknown user is ranked without history)")
-        events = _events([entry if isinstance(entry, HistoryItem) else HistoryItem(item=entry) for entry in body.history], actions)
+        plain = tuple((entry, "click") for entry in body.history if isinstance(entry, str))  # the usual case, without a model made of each entry
+        if len(plain) == len(body.history) and "click" in actions:
+            events = plain
+        else:
+            events = _events([entry if isinstance(entry, HistoryItem) else HistoryItem(item=entry) for entry in body.history], actions)
     return Wish(
         user=body.user,
         events=events,
-        n=body.n,
+        n=body.ranked,
         width=body.width,
         exclude_ids=tuple(body.exclude_ids),
         exclude_seen=body.exclude_seen,
@@ -179,26 +285,53 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[t
     return tuple((event.item, event.action) for event in history)
 
 
-def _answer(answer: Answer, passage: Passage, explain: bool, total: float) -> RecommendationAnswer:
-    def item(hit: Recommendation) -> RecommendedItem:
-        explanation = Explanation(level_log_probabilities=list(hit.level_scores)) if explain else None
-        return RecommendedItem(item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explanation=explanation)
+def _answer(
+    answer: Answer, passage: Passage, variant: str | None, mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, total: float
+) -> RecommendationAnswer:
+    def item(place: int, hit: Recommendation) -> RecommendedItem:
+        explained = None
+        if near is not None:
+            nearest = [NearItem(item=one.item, title=one.title or None, similarity=one.similarity) for one in near[place]]
+            explained = Explanation(level_log_probabilities=list(hit.level_scores), nearest_history=nearest)
+        explored = hit.item in mixed.explored
+        return RecommendedItem(item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explored=explored, explanation=explained)
 
     return RecommendationAnswer(
-        items=[item(hit) for hit in answer.items],
+        items=[item(place, hit) for place, hit in enumerate(mixed.items)],
         model=answer.pair.model,
         catalog=answer.pair.catalog,
-        request_id=f"{_process}-{next(_numbers):x}",
+        variant=variant,
+        request_id=_request_id(),
         based_on="history" if answer.history_items else "unconditional",
         beam_width=answer.width,
         requested_beam_width=answer.requested_width,
         narrowed=answer.narrowed,
         history_items=answer.history_items,
         unknown_history_items=answer.unknown_history_items,
-        exact=answer.complete,
+        exact=answer.complete and not mixed.explored,
         short_reason=answer.short_reason,
         timing=Timing(queue_ms=passage.seconds("queue", "wait") * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
     )
+
+
+def _split(service: Service, state: RegistryState) -> SplitAnswer:
+    lineup, errors = service.swapper.lineup, service.swapper.status.variant_errors
+    answers = [
+        VariantAnswer(
+            name=variant.name,
+            model=variant.pair.model,
+            catalog=variant.pair.catalog,
+            share=variant.share,
+            loaded=lineup is not None and variant.name in lineup.bundles and lineup.bundles[variant.name].pair == variant.pair,
+            error=errors.get(variant.name),
+        )
+        for variant in state.split.variants
+    ]
+    if state.live is not None:
+        loaded = lineup is not None and lineup.live.pair == state.live
+        live = state.live.model_dump() | {"name": LIVE, "share": state.split.shares[LIVE], "loaded": loaded, "error": service.swapper.status.error}
+        answers.insert(0, VariantAnswer.model_validate(live))
+    return SplitAnswer(salt=state.split.salt, variants=answers)
 
 
 def _live(service: Service, state: RegistryState) -> LiveAnswer:

@@ -28,16 +28,19 @@ from semantide.shared.decoding.beam_search import Search
 from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.decoding.protocol import NarrowingModel
 from semantide.shared.decoding.search_trie import SearchTrie
-from semantide.shared.errors import Corrupt
+from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
 from semantide.shared.models.prompt_cache import PromptCache
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.vocabulary import Vocabulary
+from semantide.shared.telemetry import logger
 from semantide.shared.trie import IntArray
 
 DEFAULT_HISTORY_ITEMS = 200
 _MASKS_KEPT = 32
+
+MaskKey = tuple[int, tuple[str, ...], tuple[str, ...], bool]  # version of availability, any category, all categories, only new items
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,16 @@ class MaskCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._masks: OrderedDict[tuple[int, tuple[str, ...], tuple[str, ...]], Mask] = OrderedDict()
+        self._masks: OrderedDict[MaskKey, Mask] = OrderedDict()
 
-    def get(self, key: tuple[int, tuple[str, ...], tuple[str, ...]]) -> Mask | None:
+    def get(self, key: MaskKey) -> Mask | None:
         """A mask that was made before."""
         with self._lock:
             if mask := self._masks.get(key):
                 self._masks.move_to_end(key)
             return mask
 
-    def put(self, key: tuple[int, tuple[str, ...], tuple[str, ...]], mask: Mask) -> None:
+    def put(self, key: MaskKey, mask: Mask) -> None:
         """Keep a mask, forget the one used longest ago."""
         with self._lock:
             self._masks[key] = mask
@@ -92,9 +95,12 @@ class ServingModel(NarrowingModel, Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # a log of it would list the whole catalog
 class Bundle:
     """A model, its catalog, and what is known of the items. ``prompts`` are kept of its users, and go with it.
+
+    ``trained_items`` is how many items, the first rows, the model's own catalog had: the rows after them are younger than the model.
+    ``embed`` gives the model's vectors of tokens.
 
     Shapes: ``item_tokens_NL`` [N, L].
     """
@@ -108,17 +114,26 @@ class Bundle:
     rows_of_category: Mapping[str, IntArray]
     item_tokens_NL: npt.NDArray[np.int64]
     max_history_items: int
+    trained_items: int
+    embed: Callable[[Tensor], Tensor]
     reading: Reading = field(default_factory=Reading)
     masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
     prompts: PromptCache = field(default_factory=lambda: PromptCache(0), repr=False, compare=False)
     search: Callable[..., Search] = Search
 
-    def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...]) -> Mask:
-        """Which items availability and categories allow."""
-        key = (unavailable.version, categories_any, categories_all)
+    @property
+    def new_items(self) -> int:
+        """Items that came after the model was trained."""
+        return max(0, len(self.catalog) - self.trained_items)
+
+    def mask(self, unavailable: Unavailable, categories_any: tuple[str, ...], categories_all: tuple[str, ...], only_new: bool = False) -> Mask:
+        """Which items availability and categories allow, of all or of those younger than the model."""
+        key = (unavailable.version, categories_any, categories_all, only_new)
         if (mask := self.masks.get(key)) is not None:
             return mask
         allowed = np.ones(len(self.catalog), dtype=bool)
+        if only_new:
+            allowed[: self.trained_items] = False
         row_of = self.catalog.row_of
         allowed[[row_of[item] for item in unavailable.items if item in row_of]] = False
         if categories_any:
@@ -133,6 +148,15 @@ class Bundle:
         mask = Mask(None if allowed.all() else self.trie.prefix_counts(allowed), int(allowed.sum()))
         self.masks.put(key, mask)
         return mask
+
+    def vectors(self, rows: IntArray) -> npt.NDArray[np.float32]:
+        """The model's own vectors of items: the sum of those of their codes.
+
+        Shapes: [n] -> [n, D].
+        """
+        tokens_nL = torch.as_tensor(self.item_tokens_NL[rows], device=self.trie.device)
+        with torch.inference_mode():
+            return np.asarray(self.embed(tokens_nL).float().sum(1).cpu().numpy())
 
     def rows(self, items: tuple[str, ...]) -> IntArray:
         """Catalog rows of the items that the catalog has, in the same order."""
@@ -158,7 +182,19 @@ def _reading(header: Mapping[str, Any]) -> Reading:
     return Reading(float(said.get("positive_intensity", Reading.positive_intensity)), str(said.get("deduplicate", Reading.deduplicate)))
 
 
-def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[str, IntArray]]:
+def _trained_items(store: ArtifactStore, ref: object, pair: Pair, catalog: Catalog) -> int:
+    """Size of the catalog that the model was trained on, which a later one only adds to; all of this one where that is not known."""
+    if ref == pair.catalog:
+        return len(catalog)
+    try:
+        known = pq.read_table(store.get(str(ref or ""), verify=False) / "items.parquet", columns=["item"])["item"].to_pylist()
+    except (NotFound, OSError):
+        logger("serving").info("the catalog that the model was trained on is not there, so no item counts as new", model=pair.model, catalog=ref)
+        return len(catalog)
+    return len(known) if tuple(known) == catalog.item_ids[: len(known)] else len(catalog)
+
+
+def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], Mapping[str, IntArray]]:
     path = folder / "item_info.parquet"
     if not path.exists():
         return ("",) * len(catalog), {}
@@ -172,33 +208,41 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], dict[st
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, weights: Weights = "float32") -> Bundle:
+def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
     """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
 
-    ``weights`` is the form in which a CPU keeps the layers' weights.
+    What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same. ``weights`` is the form in which a CPU keeps the layers' weights.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
-    model_folder, catalog_folder = store.get(pair.model), store.get(pair.catalog)
+    model_folder = store.get(pair.model)
     header = read_header(model_folder)
-    catalog = Catalog.load(catalog_folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    same = next((bundle for bundle in loaded if bundle.pair.catalog == pair.catalog), None)
+    if same is None:
+        catalog_folder = store.get(pair.catalog)
+        catalog = Catalog.load(catalog_folder)
+        titles, rows_of_category = _item_info(catalog_folder, catalog)
+        trie = SearchTrie.build(catalog.trie, device)
+        catalog.row_of  # noqa: B018  (cached now, not under the first request)
+    else:
+        catalog, titles, rows_of_category, trie = same.catalog, same.titles, same.rows_of_category, same.trie
     catalog.check_model(header["tokenizer_digest"], tuple(header["level_sizes"]))
     generator = Generator.from_pretrained(model_folder, catalog.level_sizes)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = shorten(generator.to(device).eval().requires_grad_(False), weights, time.perf_counter)
-    titles, rows_of_category = _item_info(catalog_folder, catalog)
-    catalog.row_of  # noqa: B018  (cached now, not under the first request)
     vocabulary = generator.vocabulary
     return Bundle(
         pair=pair,
         model=GeneratorDecoder(generator),
         vocabulary=vocabulary,
         catalog=catalog,
-        trie=SearchTrie.build(catalog.trie, device),
+        trie=trie,
         titles=titles,
         rows_of_category=rows_of_category,
         item_tokens_NL=vocabulary.item_tokens(catalog.codes),
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
+        trained_items=_trained_items(store, header.get("catalog"), pair, catalog),
+        embed=generator.embed,
         reading=_reading(header),
         prompts=PromptCache(prompt_cache_bytes),
     )

@@ -16,6 +16,7 @@ MAX_N = 1000
 MAX_WIDTH = 4096
 MAX_IDS = 10_000
 MAX_CATEGORIES = 100
+MAX_VARIANTS = 16
 DEFAULT_WIDTH = 50
 
 
@@ -36,7 +37,7 @@ class HistoryItem(Body):
 class RecommendationRequest(Body):
     """For whom, how many, and what not.
 
-    Give ``user`` (whose stored history is continued; an unknown one is ranked without history) or ``history``.
+    Give ``user`` (whose stored history is continued; an unknown one is ranked without history) or ``history``; or, for a further page, ``cursor``.
     """
 
     user: Identifier | None = None
@@ -59,27 +60,62 @@ class RecommendationRequest(Body):
         description="Where no known history is there to continue: draw the n items among the found beams, the same for the same user. "
         "Temperature of the scores: 1 draws as the model believes, more makes all alike, 0 takes the best",
     )
-    explain: bool = Field(default=False, description="Also say what each code of an item's id adds to its score")
+    explain: bool = Field(
+        default=False, description="Also say what each code of an item's id adds to its score, and which items of the history are nearest to it"
+    )
+    depth: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_N,
+        strict=True,
+        description="Rank this many items, at least n, and hand them out n at a time: the answer's `cursor` asks for the next ones",
+    )
+    cursor: str | None = Field(
+        default=None, min_length=1, max_length=64, description="The next page of a ranking. Only `n` may be given along; by default that of the page before"
+    )
+    explore: bool = Field(default=True, description="Whether new items may take the places that this deployment gives them")
+    split_by: Identifier | None = Field(
+        default=None, description="With `history`: whom the split into variants goes by, for example a session. A `user` is split by their own id"
+    )
+    variant: Identifier | None = Field(default=None, description="Answer with this variant, whoever asks; `live` is the live model")
+
+    @property
+    def ranked(self) -> int:
+        """How many items are to be ranked."""
+        return self.n if self.depth is None else self.depth
 
     @property
     def width(self) -> int:
         """The beams asked for."""
-        return self.beam_width if self.beam_width is not None else max(DEFAULT_WIDTH, self.n + self.n // 2)
+        return self.beam_width if self.beam_width is not None else max(DEFAULT_WIDTH, self.ranked + self.ranked // 2)
+
+
+class NearItem(Body):
+    """An item of the history, and the cosine of the model's own vectors of both items."""
+
+    item: str
+    title: str | None = None
+    similarity: float
 
 
 class Explanation(Body):
-    """How a score came about: the log-probability of each code given the history and the codes before it; they sum to the score."""
+    """How a score came about.
+
+    The log-probability of each code given the history and the codes before it (they sum to the score), and the items of the history nearest to this one.
+    """
 
     level_log_probabilities: list[float]
+    nearest_history: list[NearItem] = []
 
 
 class RecommendedItem(Body):
-    """One item. ``score`` is its log-probability; ``codes`` its semantic id."""
+    """One item. ``score`` is its log-probability; ``codes`` its semantic id. ``explored``: it stands here because it is new."""
 
     item: str
     score: float
     title: str | None = None
     codes: list[int]
+    explored: bool = False
     explanation: Explanation | None = None
 
 
@@ -96,11 +132,14 @@ class RecommendationAnswer(Body):
 
     ``beam_width`` is what was used: less than ``requested_beam_width`` where the search was ``narrowed`` because many requests waited.
     ``based_on`` is "unconditional" where no known history item was there to continue. ``exact`` says that no allowed item outside the list can score higher.
+    ``variant`` is the side of a split that answered, null outside of one. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
     """
 
     items: list[RecommendedItem]
     model: ArtifactRef
     catalog: ArtifactRef
+    variant: str | None = None
+    cursor: str | None = None
     request_id: str
     based_on: str
     beam_width: int
@@ -126,6 +165,44 @@ class RollbackRequest(Body):
     """Why the previous model comes back."""
 
     reason: str = Field(default="", max_length=500)
+
+
+class VariantWish(Body):
+    """A model that shall answer a share of the users. Without ``catalog``: as in a promotion."""
+
+    name: Identifier
+    model: ArtifactRef
+    catalog: ArtifactRef | None = None
+    share: float = Field(ge=0, le=1, allow_inf_nan=False, description="Of all users, 0 to 1, kept to a hundredth of a percent; 0: only requests that name it")
+
+
+class SplitRequest(Body):
+    """Variants beside the live model, which keeps the rest of the users. An empty list ends the split."""
+
+    variants: list[VariantWish] = Field(max_length=MAX_VARIANTS)
+    salt: str | None = Field(
+        default=None, max_length=256, description="Another salt divides the users anew. Default: the present one, so that nobody moves needlessly"
+    )
+    force: bool = False
+    reason: str = Field(default="", max_length=500)
+
+
+class VariantAnswer(Body):
+    """A variant as it is. ``loaded``: this process answers with it; ``error`` says why not."""
+
+    name: str
+    model: ArtifactRef
+    catalog: ArtifactRef
+    share: float
+    loaded: bool
+    error: str | None = None
+
+
+class SplitAnswer(Body):
+    """How users are divided; the live model is among the variants."""
+
+    salt: str
+    variants: list[VariantAnswer]
 
 
 class LiveAnswer(Body):

@@ -40,7 +40,7 @@ class Query:
 
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
     ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
-    ``user`` is whose prompt may be kept for the next time; None: nobody's.
+    ``user`` is whose prompt may be kept for the next time; None: nobody's. ``only_new`` leaves only items that are younger than the model.
     """
 
     history: tuple[str, ...] = ()
@@ -52,6 +52,7 @@ class Query:
     variety: float = 0.0
     seed: int = 0
     user: str | None = None
+    only_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Answer:
     """Items of one query, best first, and the model and catalog that gave them.
 
     ``width`` beams were used; ``requested_width`` would have been, had the search not been narrowed under load.
+    ``history_rows`` are the items that the model read, oldest first.
     ``complete`` says that the list is certainly the exact top of the allowed catalog; ``short_reason`` says why it is shorter than n, if it is.
     """
 
@@ -83,6 +85,7 @@ class Answer:
     dead_ends: int
     short_reason: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    history_rows: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False, compare=False)
 
     @property
     def narrowed(self) -> bool:
@@ -94,7 +97,7 @@ class Answer:
 class Prepared:
     """A query against one bundle, with all that does not change with the moment: its prompt, its width, what it leaves out.
 
-    ``kept`` is the user's last prompt, of which ``tokens`` are not in common with this one.
+    ``read_rows`` are the items that the prompt spells. ``kept`` is the user's last prompt, of which ``tokens`` are not in common with this one.
 
     Shapes: ``prompt`` [T].
     """
@@ -102,6 +105,7 @@ class Prepared:
     bundle: Bundle
     query: Query
     prompt: Tokens
+    read_rows: IntArray
     excluded: IntArray
     width: int
     known: int
@@ -113,17 +117,18 @@ class Prepared:
     def of(cls, bundle: Bundle, query: Query) -> Prepared:
         """Look up a query's items, spell its history, and find what is kept of the user."""
         rows = bundle.rows(query.history)
-        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[history_window(rows, bundle.max_history_items)])
+        read_rows = history_window(rows, bundle.max_history_items)
+        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[read_rows])
         width = effective_width(query, len(bundle.trie))
         kept = bundle.prompts.get(query.user) if query.user is not None else None
         # The last token is always read, whatever is kept.
         common = min(kept.common_tokens(torch.as_tensor(prompt, device=kept.tokens_t.device)), len(prompt) - 1) if kept is not None else 0
-        return cls(bundle, query, prompt, bundle.rows(query.excluded), width, len(rows), kept, len(prompt) - common)
+        return cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows), kept, len(prompt) - common)
 
     @property
     def history_items(self) -> int:
         """Items that the prompt spells."""
-        return len(self.prompt) // self.bundle.vocabulary.levels
+        return len(self.read_rows)
 
     @property
     def kv_bytes(self) -> int:
@@ -164,9 +169,8 @@ class Group:
         *,
         leases: Sequence[KVLease] = (),
         share: float = 1.0,
-        on_end: Callable[[Group], None] = lambda _: None,
     ) -> None:
-        self._bundle, self._unavailable, self._clock, self._on_end = requests[0].bundle, unavailable, clock, on_end
+        self._bundle, self._unavailable, self._clock = requests[0].bundle, unavailable, clock
         assert all(request.bundle is self._bundle for request in requests), "one search has one model"
         self.requests, self._leases = list(requests), list(leases)
         self.marks: list[Mark] = []
@@ -176,7 +180,7 @@ class Group:
         start = clock()
         bundle, self._before = self._bundle, unavailable()
         self.widths = [request.narrowed(share) for request in requests]
-        masks = [bundle.mask(self._before, request.query.categories_any, request.query.categories_all) for request in requests]
+        masks = [bundle.mask(self._before, request.query.categories_any, request.query.categories_all, request.query.only_new) for request in requests]
         node_filter = None
         self._allowed = [len(bundle.trie)] * len(requests)
         if any(mask.counts is not None for mask in masks) or any(len(request.excluded) for request in requests):
@@ -241,7 +245,6 @@ class Group:
         """What was found, or that it has to be found again."""
         hits, bundle, after = self.hits, self._bundle, self._unavailable()
         assert hits is not None, "asked before the last round"
-        self._on_end(self)
         seconds: dict[str, float] = {}
         for stage, begin, end in self.marks:
             seconds[stage] = seconds.get(stage, 0.0) + end - begin
@@ -261,6 +264,7 @@ class Group:
                 dead_ends=int(hits.dead_ends_R[place]),
                 short_reason=_short_reason(bundle, request.query, len(recommendations), self._allowed[place]),
                 seconds=seconds,
+                history_rows=request.read_rows,
             )
             withdrawn = 0 if after.version == self._before.version else sum(hit.item in after.items for hit in found.items)
             if withdrawn and request.searches < _SEARCHES:

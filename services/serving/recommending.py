@@ -24,14 +24,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Recommending:
-    """What the stages need: ``look_up`` reads many users' stored events at once, or says why it cannot; ``on_end`` is told of every group that was searched."""
+    """What the stages need: ``look_up`` reads many users' stored events at once, or says why it cannot."""
 
     look_up: Callable[[list[str]], Mapping[str, Events] | Exception]
     actions: Mapping[str, float]
     unavailable: Callable[[], Unavailable]
     pool: KVPool
     clock: Callable[[], float]
-    on_end: Callable[[Group], None]
 
     def assemble(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
         """Look up stored histories in one round trip, and spell every prompt; what is wrong with one request is its alone."""
@@ -57,7 +56,7 @@ class Recommending:
                 f"`beam_width` {wish.width} with n = {wish.n} needs {prepared.kv_bytes} bytes of keys and values, more than the {self.pool.budget_bytes} of "
                 "SEMANTIDE_SERVING_KV_BYTES: ask for fewer beams"
             )
-        bundle.mask(self.unavailable(), wish.categories_any, wish.categories_all)  # made here, the search finds it
+        bundle.mask(self.unavailable(), wish.categories_any, wish.categories_all, wish.only_new)  # made here, the search finds it
         return prepared
 
     def admit(self, request: Prepared) -> KVLease | None:
@@ -69,4 +68,4 @@ class Recommending:
 
     def begin(self, requests: Sequence[Prepared], leases: Sequence[KVLease], share: float) -> Group:
         """Make the group; its rounds follow."""
-        return Group(requests, self.unavailable, self.clock, leases=leases, share=share, on_end=self.on_end)
+        return Group(requests, self.unavailable, self.clock, leases=leases, share=share)

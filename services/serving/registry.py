@@ -1,4 +1,4 @@
-"""Which model serves a deployment with which catalog, what served before, and what waits: one JSON document in Redis.
+"""Which models serve a deployment with which catalog, what served before, and what waits: one JSON document in Redis.
 
 Every change is a pure function of the state, applied in an optimistic transaction; a version counts changes, so that a reader
 asks for the whole document only when it moved. The last decisions are kept with their time and reason.
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from semantide.shared.contracts import ArtifactRef, Contract
+from semantide.services.serving.buckets import Range, allocate, bucket, owner
+from semantide.shared.contracts import ArtifactRef, Contract, Identifier
 from semantide.shared.errors import Conflict, NotFound
 
 _PREVIOUS_KEPT = 10
@@ -21,12 +22,40 @@ _CANDIDATES_KEPT = 50
 _DECISIONS_KEPT = 200
 _EXTENSIONS_KEPT = 500
 
+LIVE = "live"  # the name, in a split, of what the registry has live
+
 
 class Pair(Contract):
     """A model and the catalog it serves."""
 
     model: ArtifactRef
     catalog: ArtifactRef
+
+
+class Variant(Contract):
+    """A pair that answers a share (0 to 1) of the users beside the live one."""
+
+    name: Identifier
+    pair: Pair
+    share: float = Field(ge=0, le=1, allow_inf_nan=False)
+
+
+class Split(Contract):
+    """How users are divided between the live pair and variants. Another ``salt`` divides them anew; ``ranges`` are the variants' buckets."""
+
+    salt: str = Field(default="", max_length=256)
+    variants: tuple[Variant, ...] = ()
+    ranges: tuple[Range, ...] = ()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each name; the live pair has what the variants leave."""
+        shares = {variant.name: variant.share for variant in self.variants}
+        return {LIVE: max(0.0, 1.0 - sum(shares.values())), **shares}
+
+    def assign(self, who: str) -> str:
+        """Name for a user: always the same one, as long as its share does not shrink."""
+        return owner(self.ranges, bucket(who, self.salt)) or LIVE
 
 
 class Candidate(Contract):
@@ -42,14 +71,15 @@ class Candidate(Contract):
 
 
 class Decision(Contract):
-    """One change of what is live. ``time`` is in milliseconds since 1970."""
+    """One change of what is live. ``time`` is in milliseconds since 1970; ``shares`` are those of a split, with the live pair's."""
 
-    action: Literal["promote", "rollback", "extend"]
+    action: Literal["promote", "rollback", "extend", "split"]
     model: ArtifactRef
     catalog: ArtifactRef
     time: int
     reason: str = ""
     forced: bool = False
+    shares: dict[str, float] = Field(default={})
 
 
 class RegistryState(Contract):
@@ -61,6 +91,7 @@ class RegistryState(Contract):
     candidates: tuple[Candidate, ...] = ()
     decisions: tuple[Decision, ...] = ()
     extensions: dict[str, str] = Field(default={})
+    split: Split = Split()
 
     def newest(self, catalog: str) -> str:
         """The catalog at the end of a chain of extensions."""
@@ -79,7 +110,7 @@ class RegistryState(Contract):
         if self.candidate(candidate.model) is not None:
             return self
         kept = [*self.candidates, candidate]
-        in_use = {pair.model for pair in (*self.previous, *([self.live] if self.live else []))}
+        in_use = {pair.model for pair in (*self.previous, *([self.live] if self.live else []), *(variant.pair for variant in self.split.variants))}
         while len(kept) > _CANDIDATES_KEPT:
             victim = next((old for old in kept[:-1] if old.model not in in_use), kept[0])
             kept.remove(victim)
@@ -102,6 +133,22 @@ class RegistryState(Contract):
             raise Conflict("nothing was live before the present model: promote one of the candidates instead (GET /v1/serving/candidates)")
         return self._decided("rollback", self.previous[-1], now_ms, reason, False, previous=self.previous[:-1])
 
+    def divided(self, split: Split, now_ms: int, reason: str = "") -> RegistryState:
+        """With users divided so; a split without variants gives the live pair to all.
+
+        Nobody changes sides who need not.
+
+        Raises: Conflict when nothing is live; ValueError for names or shares that do not go together.
+        """
+        names = [variant.name for variant in split.variants]
+        if wrong := next((name for name in names if name == LIVE or names.count(name) > 1), None):
+            raise ValueError(f"the variant name {wrong!r} is taken: give every variant a name of its own, other than {LIVE!r}")
+        kept = self.split.ranges if split.salt == self.split.salt else ()
+        split = split.model_copy(update={"ranges": allocate(kept, {variant.name: variant.share for variant in split.variants})})
+        if self.live is None:
+            raise Conflict("no model is live yet, so there is nothing to divide: promote one first (POST /v1/serving/promote)")
+        return self if split == self.split else self._decided("split", self.live, now_ms, reason, False, shares=split.shares, split=split)
+
     def extended(self, old: str, new: str, now_ms: int) -> RegistryState:
         """With the items that ``new`` adds to ``old``, wherever a catalog of that line is in use."""
         if self.extensions.get(old) == new:
@@ -116,6 +163,9 @@ class RegistryState(Contract):
             update={
                 "previous": tuple(map(renew, self.previous)),
                 "candidates": tuple(c.model_copy(update={"catalog": line.newest(c.catalog)}) for c in self.candidates),
+                "split": self.split.model_copy(
+                    update={"variants": tuple(v.model_copy(update={"pair": renew(v.pair)}) for v in self.split.variants)},
+                ),
             }
         )
         if self.live is None or renew(self.live) == self.live:
@@ -125,8 +175,18 @@ class RegistryState(Contract):
     def _with(self, **changes: Any) -> RegistryState:
         return self.model_copy(update={**changes, "version": self.version + 1})
 
-    def _decided(self, action: str, pair: Pair, now_ms: int, reason: str, forced: bool, **changes: Any) -> RegistryState:
-        decision = Decision(action=action, model=pair.model, catalog=pair.catalog, time=now_ms, reason=reason, forced=forced)  # type: ignore[arg-type]
+    def _decided(
+        self, action: str, pair: Pair, now_ms: int, reason: str, forced: bool, *, shares: dict[str, float] | None = None, **changes: Any
+    ) -> RegistryState:
+        decision = Decision(
+            action=action,  # type: ignore[arg-type]
+            model=pair.model,
+            catalog=pair.catalog,
+            time=now_ms,
+            reason=reason,
+            forced=forced,
+            shares=shares or {},
+        )
         return self._with(live=pair, decisions=(*self.decisions, decision)[-_DECISIONS_KEPT:], **changes)
 
 
@@ -195,6 +255,13 @@ class Registry:
         Raises: Conflict.
         """
         return self.change(lambda state: state.rolled_back(self._now(), reason))
+
+    def divide(self, split: Split, reason: str = "") -> RegistryState:
+        """Divide users between the live pair and variants. Load these first: the registry does not.
+
+        Raises: Conflict, ValueError.
+        """
+        return self.change(lambda state: state.divided(split, self._now(), reason))
 
     def extend(self, old: str, new: str) -> RegistryState:
         """Let ``new`` take the place of ``old``, to which it added items."""

@@ -28,6 +28,7 @@ from semantide.services.serving.pace import Pace
 from semantide.services.serving.ticket import A, P, Passage, Q, Run, SearchAgain, Stages, Ticket, Watcher
 from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.errors import TransientError
+from semantide.shared.telemetry import logger
 
 _PATIENCE = 4.0  # how many times its own duration a request lets others pass
 
@@ -114,7 +115,7 @@ class Scheduler(Generic[Q, P, A]):
 
     def depth(self) -> int:
         """Requests that wait to begin."""
-        return len(self._arrived) + len(self._ready)
+        return len(self._arrived) + self._assembling + len(self._ready)
 
     def running(self) -> int:
         """Groups under way."""
@@ -144,11 +145,17 @@ class Scheduler(Generic[Q, P, A]):
     def _run_worker(self) -> None:
         self._on_worker()
         while (task := self._next_for_worker()) is not None:
-            task()
+            self._do(task)
 
     def _run_desk(self) -> None:
         while (task := self._next_for_desk()) is not None:
+            self._do(task)
+
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
             task()
+        except Exception:  # a fault of ours: whoever waits is told at the deadline, and the thread goes on
+            logger("serving").error("a task of the scheduler failed", exc_info=True)
 
     def _next_for_worker(self) -> Callable[[], None] | None:
         with self._work:
@@ -363,8 +370,8 @@ class Scheduler(Generic[Q, P, A]):
                 ticket.fail(outcome)
             else:
                 ticket.succeed(outcome)
-        self._watcher.answered([ticket.passage() for ticket in group.tickets])
         self._leave(group, again)
+        self._watcher.answered(group.run, [ticket.passage() for ticket in group.tickets])
 
     def _leave(self, group: _Group[Q, P, A], again: Sequence[Ticket[Q, P, A]] = ()) -> None:
         """A group is over; some of its requests may be tried again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +15,15 @@ from semantide.services.serving.bundle import Bundle, load_bundle, read_header
 from semantide.services.serving.engine import Answer, Prepared, warm_up
 from semantide.services.serving.meters import Meters
 from semantide.services.serving.narrowing import Narrowing
+from semantide.services.serving.pages import Pages
 from semantide.services.serving.poller import Poller
+from semantide.services.serving.profile import profile_of
 from semantide.services.serving.recommending import Asked, Recommending
-from semantide.services.serving.registry import Pair, Registry, RegistryState
+from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
 from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
 from semantide.services.serving.ticket import Passage
+from semantide.services.serving.variants import Choice, Lineup
 from semantide.services.serving.wish import Wish
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
@@ -36,12 +39,12 @@ _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 
 
-def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, weights: Weights = "float32") -> Bundle:
+def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair, prompt_cache_bytes, weights)
+    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded, weights)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -66,12 +69,11 @@ class Service:
         self.registry = Registry(broker)
         self._histories = Histories(broker, settings.history_length, settings.history_ttl_seconds)
         self.availability = AvailabilityWatch(Availability(broker))
+        self.pages = Pages(broker, settings.serving_cursor_seconds)
         self.pool = KVPool(settings.serving_kv_bytes)
         self.narrowing = Narrowing(settings.serving_narrowing_seconds)
         self.meters = Meters(self)
-        stages = Recommending(
-            self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter, on_end=self.meters.searched
-        )
+        stages = Recommending(self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter)
         cores = torch.get_num_threads()
         workers = settings.serving_workers or min(max(1, cores // 2), _MOST_WORKERS)
         self.scheduler: Scheduler[Asked, Prepared, Answer] = Scheduler(
@@ -84,7 +86,7 @@ class Service:
             watcher=self.meters,
             on_worker=lambda: torch.set_num_threads(max(1, cores // workers)),
         )
-        self.swapper = Swapper(self.registry, lambda pair: load_and_warm(store, pair, settings.serving_prompt_cache_bytes, settings.serving_weights), self.meters.swap)
+        self.swapper = Swapper(self.registry, self._load, self.meters.swap)
         self._pollers = [Poller("availability", _POLL_SECONDS, self.availability.poll), Poller("registry", _POLL_SECONDS, self.swapper.poll)]
 
     def start(self) -> None:
@@ -111,12 +113,32 @@ class Service:
             return True, "serving: no model is live yet"
         return False, "serving: the live model is being loaded"
 
-    def submit(self, wish: Wish) -> Future[tuple[Answer, Passage]]:
-        """Queue a request; cancel the future to give it up.
+    def choose(self, who: str | None = None, variant: str | None = None) -> Choice:
+        """The bundle that answers somebody; ``variant`` names one instead.
+
+        Raises: TransientError when no model is live, NotFound for an unknown variant.
+        """
+        return self._lineup().choose(who, variant)
+
+    def submit(self, wish: Wish, bundle: Bundle | None = None) -> Future[tuple[Answer, Passage]]:
+        """Queue a request for a bundle, by default its user's; cancel the future to give it up.
 
         Raises: Overloaded; TransientError when no model is live.
         """
-        return self.scheduler.submit(Asked(wish, self._bundle()))
+        return self.scheduler.submit(Asked(wish, bundle or self.choose(wish.user).bundle))
+
+    def hidden(self, user: str | None) -> frozenset[str]:
+        """Items that may not be shown now: unavailable, or disliked by this user.
+
+        Raises: BrokerUnavailable.
+        """
+        unavailable = self.availability.current.items
+        if user is None:
+            return unavailable
+        stored = self._look_up([user])
+        if isinstance(stored, Exception):
+            raise stored
+        return unavailable | set(profile_of(stored[user], self._settings.actions).blocked)
 
     def promote(self, model: str, catalog: str | None, force: bool, reason: str) -> RegistryState:
         """Load, warm and promote; what cannot be loaded changes nothing.
@@ -124,10 +146,31 @@ class Service:
         Raises: NotFound, Conflict.
         """
         with _refusing(model):
-            trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
-            pair = self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+            pair = self._resolve(model, catalog, force)
             self.swapper.prepare(pair)
         state = self.registry.promote(pair, reason=reason, forced=force)
+        self.swapper.poll()
+        return state
+
+    def divide(self, salt: str | None, wanted: Sequence[tuple[str, str, str | None, float]], force: bool, reason: str) -> RegistryState:
+        """Load, warm and set variants (name, model, catalog, share) beside the live model; what cannot be loaded changes nothing.
+
+        Without a salt the present one stays, so that nobody moves who need not.
+
+        Raises: NotFound, Conflict, ValueError.
+        """
+        state = self.registry.read()
+        present = {(variant.pair.model, variant.pair.catalog): variant.pair for variant in state.split.variants}  # was accepted once
+        variants = []
+        for name, model, catalog, share in wanted:
+            with _refusing(model):
+                pair = present.get((model, catalog or "")) or self._resolve(model, catalog, force)
+            variants.append(Variant(name=name, pair=pair, share=share))
+        split = Split(salt=state.split.salt if salt is None else salt, variants=tuple(variants))
+        state.divided(split, 0)  # names and shares are checked before anything is loaded
+        with _refusing(", ".join(variant.name for variant in variants)):
+            self.swapper.prepare(*(variant.pair for variant in variants))
+        state = self.registry.divide(split, reason)
         self.swapper.poll()
         return state
 
@@ -144,9 +187,16 @@ class Service:
         self.swapper.poll()
         return state
 
-    def _bundle(self) -> Bundle:
-        bundle = self.swapper.bundle
-        if bundle is None:
+    def _resolve(self, model: str, catalog: str | None, force: bool) -> Pair:
+        trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
+        return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+
+    def _load(self, pair: Pair) -> Bundle:
+        return load_and_warm(self._store, pair, self._settings.serving_prompt_cache_bytes, self.swapper.bundles, self._settings.serving_weights)
+
+    def _lineup(self) -> Lineup:
+        lineup = self.swapper.lineup
+        if lineup is None:
             status = self.swapper.status
             if status.error:
                 raise TransientError(f"the live model cannot be loaded ({status.error}): promote another one with POST /v1/serving/promote")
@@ -155,7 +205,7 @@ class Service:
             raise TransientError(
                 "no model is live: train one (POST /v1/jobs, kind train), then promote it with POST /v1/serving/promote (GET /v1/serving/candidates lists them)"
             )
-        return bundle
+        return lineup
 
     def _look_up(self, users: list[str]) -> dict[str, tuple[tuple[str, str], ...]] | Exception:
         """Stored events of these users in one round trip, or why there are none: an explicit history must not wait for a broker that is away."""

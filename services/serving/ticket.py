@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from semantide.shared.decoding.kv_pool import KVLease
 
@@ -104,8 +104,8 @@ class Watcher:
     def dropped(self, cause: str) -> None:
         """A request was given up: "cancelled" by its client, or "late"."""
 
-    def answered(self, passages: Sequence[Passage]) -> None:
-        """A group came to its end: what its requests went through."""
+    def answered(self, run: Any, passages: Sequence[Passage]) -> None:
+        """A run came to its end and its answers were handed out: what its requests went through."""
 
 
 @dataclass(eq=False)

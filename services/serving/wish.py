@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from semantide.services.serving.engine import Query
+from semantide.services.serving.exploration import seed_of
 from semantide.services.serving.profile import Profile
 
 
@@ -22,14 +22,25 @@ class Wish:
     categories_any: tuple[str, ...] = ()
     categories_all: tuple[str, ...] = ()
     variety: float = 0.0
+    only_new: bool = False
+
+    @property
+    def who(self) -> str:
+        """Whom draws are seeded by: the user, or the history that was sent."""
+        return self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
 
     def query(self, profile: Profile) -> Query:
         """What the engine is asked, once the user's profile is known."""
         excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
-        return Query(profile.history, self.n, self.width, excluded, self.categories_any, self.categories_all, self.variety, self._seed(), self.user)
-
-    def _seed(self) -> int:
-        if not self.variety:
-            return 0
-        who = self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
-        return int.from_bytes(hashlib.sha256(who.encode()).digest()[:8], "big")
+        return Query(
+            profile.history,
+            self.n,
+            self.width,
+            excluded,
+            self.categories_any,
+            self.categories_all,
+            self.variety,
+            seed_of(self.who) if self.variety else 0,
+            self.user,
+            self.only_new,
+        )

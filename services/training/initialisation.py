@@ -82,7 +82,9 @@ def begin_at_checkpoint(folder: Path, shape: GeneratorConfig, level_sizes: tuple
     size, known = source.config.vocab_size, source.config.level_sizes
     if known == level_sizes or known != (size - 1,):
         if known != level_sizes:
-            raise Conflict(f"{folder} has codes of levels {known} and the catalog {level_sizes}: take the catalog it was made for, or a checkpoint without codes")
+            raise Conflict(
+                f"{folder} has codes of levels {known} and the catalog {level_sizes}: take the catalog it was made for, or a checkpoint without codes"
+            )
         config = replace(source.config, **{**trained, "seen_bias": shape.seen_bias or source.config.seen_bias})
         return _with_state(config, source.state_dict()), False
     begin = _begin_token(folder, size)
@@ -96,7 +98,9 @@ def begin_at_checkpoint(folder: Path, shape: GeneratorConfig, level_sizes: tuple
             new_KD = old_VD.mean(0) + old_VD.std(0) * torch.randn(sum(level_sizes), old_VD.shape[1], generator=random)
             state[name] = torch.cat([old_VD[rows], new_KD])
     deviation = float(state["model.embed_tokens.weight"].std())
-    config = replace(source.config, level_sizes=level_sizes, layout=layout, vocab_size=rows.stop - rows.start + sum(level_sizes), initializer_range=deviation, **trained)
+    config = replace(
+        source.config, level_sizes=level_sizes, layout=layout, vocab_size=rows.stop - rows.start + sum(level_sizes), initializer_range=deviation, **trained
+    )
     return _with_state(config, state), True
 
 

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import jobs, main
+from semantide.services.commandline import jobs, main, recommendations, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -28,7 +28,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (main, jobs):
+    for module in (main, jobs, recommendations, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -92,3 +92,45 @@ def test_rejected_rows_are_shown_and_set_the_exit_status(client: Client, broker:
     outcome = invoke("ingest", str(file))
     assert outcome.exit_code == 1
     assert "a.csv row 7, field time, value '3': time is in seconds; send milliseconds" in outcome.output and record.id in outcome.output
+
+
+def test_recommend_takes_its_new_options_to_the_stack(client: Client) -> None:
+    first = ["recommend", "--user", "a", "--depth", "20", "--explain", "--no-explore", "--variant", "live"]
+    assert "no model is live" in str(invoke(*first).exception)
+    assert "no model is live" in str(invoke("recommend", "--item", "a", "--split-by", "session").exception)
+    assert "none of ours" in str(invoke("recommend", "--cursor", "nonsense").exception)
+    assert "given together with" in str(invoke("recommend", "--cursor", "nonsense", "--user", "a").exception)
+    assert "say for whom" in str(invoke("recommend").exception)
+
+
+def test_an_answer_is_shown_with_what_was_asked_for(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    near = [{"item": "b", "title": "Bee", "similarity": 0.5}]
+    item = {"item": "a", "score": -1.5, "title": "Ay", "codes": [3, 4], "explored": True}
+    item["explanation"] = {"level_log_probabilities": [-1.0, -0.5], "nearest_history": near}
+    answer = {"items": [item], "variant": "b", "cursor": "AAAA", "short_reason": None}
+    monkeypatch.setattr(client, "post", lambda path, body: answer)
+    output = invoke("recommend", "--user", "u", "--explain").output
+    for text in ("for u, variant b", "Ay (new)", "3 4", "-1.00 -0.50", "Bee (0.50)", "semantide recommend --cursor AAAA"):
+        assert text in output
+
+
+def test_variants_are_set_changed_and_removed_one_by_one(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, catalog = [f"models/sha256-{digit * 64}" for digit in "123"], f"catalogs/sha256-{'4' * 64}"
+    assert "no model is live" in str(invoke("variants", "set", "b", "--model", models[0], "--share", "0.1", "--force", "--catalog", catalog).exception)
+    assert "no candidate" in str(invoke("variants", "set", "b", "--model", models[0], "--share", "0.1", "--catalog", catalog).exception)
+    assert invoke("variants", "list").exit_code == 0
+
+    def shown(name: str, model: str, share: float) -> dict[str, Any]:
+        return {"name": name, "model": model, "catalog": catalog, "share": share, "loaded": name != "c", "error": "broken" if name == "c" else None}
+
+    present = {"salt": "", "variants": [shown("live", models[0], 0.7), shown("b", models[1], 0.2), shown("c", models[2], 0.1)]}
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(client, "call", lambda method, path, **options: sent.append(options["json"]) or present if method == "PUT" else present)
+    output = invoke("variants", "set", "b", "--model", models[2], "--share", "0.3").output
+    assert "70.00%" in output and "broken" in output
+    assert [(one["name"], one["model"], one["share"]) for one in sent[-1]["variants"]] == [("c", models[2], 0.1), ("b", models[2], 0.3)]
+    invoke("variants", "remove", "c")
+    assert [one["name"] for one in sent[-1]["variants"]] == ["b"]
+    invoke("variants", "end")
+    assert sent[-1]["variants"] == []
+    assert "no variant 'z'" in str(invoke("variants", "remove", "z").exception)

@@ -170,6 +170,8 @@ def test_a_new_item_can_be_recommended_without_training_and_trained_on(world: Wo
 
     until(spelled)
     until(lambda: world.items(user="user-2", n=5, categories_any=["new"]) == ["newcomer"])
+    explained = world.recommend(user="user-2", n=1, categories_any=["new"], explain=True)["items"][0]["explanation"]
+    assert len(explained["nearest_history"]) == 3 and all(near["title"] for near in explained["nearest_history"])
     # A data set of now has the newcomer too: the catalog that training takes must have it as well.
     world.run("dataset")
     world.run("train", "--set", "epochs=1", "--promote")
@@ -178,6 +180,16 @@ def test_a_new_item_can_be_recommended_without_training_and_trained_on(world: Wo
     world.run("rollback")
     assert world.client.get("/v1/serving/live")["model"] == live["previous"][-1]["model"]
     assert world.items(user="user-2", n=5, categories_any=["new"]) == ["newcomer"]
+    # The two models side by side, page by page.
+    assert "50.00%" in world.run("variants", "set", "other", "--model", live["model"], "--share", "0.5")
+    answers = [world.recommend(user=f"user-{number}", n=3, depth=9) for number in range(20)]
+    assert {(answer["variant"], answer["model"]) for answer in answers} == {("other", live["model"]), ("live", live["previous"][-1]["model"])}
+    world.run("variants", "end")
+    assert world.recommend(user="user-1")["variant"] is None
+    pages = [answers[0], *(world.recommend(cursor=answers[0]["cursor"]) for _ in range(2))]
+    assert pages[1]["items"] == pages[2]["items"] and pages[1]["variant"] == answers[0]["variant"]
+    output = world.run("recommend", "--cursor", pages[1]["cursor"], "--n", "2")
+    assert "next page: semantide recommend --cursor" in output
 
 
 def test_nothing_was_parked_and_the_log_carries_traces(world: World) -> None:

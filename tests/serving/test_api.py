@@ -158,10 +158,10 @@ def test_metrics_show_requests_and_stages(server, monkeypatch):
     from semantide.services.serving import meters
 
     counted = []
-    monkeypatch.setattr(meters.Meters, "request", lambda self, outcome: counted.append(outcome))
+    monkeypatch.setattr(meters.Meters, "request", lambda self, outcome, variant: counted.append((outcome, variant)))
     server.items(history=["i1"])
     server.recommend(history=["i1"], n=500)
-    assert counted == ["ok", "short"]
+    assert counted == [("ok", None), ("short", None)]
 
 
 def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch):
