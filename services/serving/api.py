@@ -94,7 +94,8 @@ def build(room: Room) -> APIRouter:
         try:
             choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
             bundle, variant = choice.bundle, choice.variant
-            share = settings.serving_exploration if body.explore and bundle.new_items else 0.0
+            # Under overload, when searches are narrowed, nobody gets a second one.
+            share = settings.serving_exploration if body.explore and bundle.new_items and service.narrowing.share == 1 else 0.0
             seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS)) if share else 0
             places = exploration.places(wish.n, share, seed) if share else ()
             wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]

@@ -84,7 +84,7 @@ class Meters(Watcher):
             self._width.observe(run.widths[place])
             if run.widths[place] < request.width:
                 self._narrowed.inc()
-            if found < request.query.n:
+            if found < request.query.n and not request.query.only_new:
                 self._short.inc()
             if unknown := len(request.query.history) - request.known:
                 self._unknown.add(unknown)

@@ -17,6 +17,7 @@ from semantide.shared.models.generator_decoder import PromptKV
 from semantide.shared.trie import IntArray
 
 _BLOCKS = 4  # of which a full window may give up the oldest
+_TOGETHER = 4  # items in a row that are hashed as one: a single item that comes again and again would move the cut each time
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ def history_window(rows_N: IntArray, max_items: int) -> IntArray:
     """The last items of a history, at most ``max_items``, cut where the next items of the same user will most likely have it cut as well.
 
     Were the window to slide by one item each time, a returning user's prompt would begin with another item and nothing of it could be kept. The cut is
-    therefore put before the item of the smallest hash among the oldest quarter of a full window: it depends on these items alone, so it is the same
-    with and without a cache and wherever the stored history was cut, and stays until that item leaves the window or a smaller one enters the quarter.
+    therefore put before the place of the smallest hash (of the items that begin there) among the oldest quarter of a full window: it depends on these items
+    alone, so it is the same with and without a cache and wherever the stored history was cut, and stays until that place leaves the window or a smaller
+    hash enters the quarter.
 
     Raises: ValueError for a window below 1.
     """
@@ -107,8 +109,9 @@ def history_window(rows_N: IntArray, max_items: int) -> IntArray:
     first, last = max(0, total - max_items), total - (max_items - block)
     if last - first < 2:
         return rows_N[first:]
+    hashes = np.zeros(last - first, np.uint64)
     with np.errstate(over="ignore"):
-        hashes = rows_N[first:last].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        hashes ^= hashes >> np.uint64(29)
-        hashes *= np.uint64(0xBF58476D1CE4E5B9)
+        for ahead in range(_TOGETHER):
+            hashes = (hashes ^ rows_N[first + ahead : last + ahead].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            hashes ^= hashes >> np.uint64(29)
     return rows_N[last - 1 - int(np.argmin(hashes[::-1])) :]

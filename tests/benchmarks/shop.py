@@ -109,7 +109,8 @@ def _catalog(folder: Path, data: Path | None, iterations: int) -> tuple[tuple[st
         folder / "item_info.parquet",
     )
     lengths = np.clip(rng.lognormal(np.log(6), 0.65, 5_000).astype(int), 3, 200)
-    popular = np.minimum(rng.zipf(1.3, int(lengths.sum())), count)
+    shares = 1.0 / np.arange(30, count + 30) ** 0.8  # the first item has a few thousandths, as in Beauty
+    popular = rng.choice(count, int(lengths.sum()), p=shares / shares.sum()) + 1
     pieces = np.split(popular, np.cumsum(lengths)[:-1])
     return catalog.item_ids, tuple(tuple(map(str, piece)) for piece in pieces)
 

@@ -210,5 +210,7 @@ def test_without_its_broker_explicit_histories_are_still_served(settings, tmp_pa
             response = server.recommend(user="ann")
             assert response.status_code == 503 and "send the `history` along" in response.text
             assert server.items(history=["i1"]) == before
+            paged = server.recommend(history=["i1"], depth=20)
+            assert paged.status_code == 503 and "leave `depth` out" in paged.text
             own.start()
             wait_until(lambda: server.recommend(user="ann").status_code == 200)
