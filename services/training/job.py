@@ -18,7 +18,7 @@ from semantide.services.training.initialisation import begin_at_checkpoint, begi
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
-from semantide.services.training.trainer import Listener, Trainer
+from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained
 from semantide.shared.dataset import Dataset
@@ -75,9 +75,12 @@ def train(job: JobContext) -> JobOutcome:
         seed=job.spec.seed,
         identity=json.dumps(job.spec.inputs, sort_keys=True),
     )
-    state = trainer.run()
-    best = state.validations[[v["epoch"] for v in state.validations].index(state.best_epoch)] if state.best_epoch > 0 else {}
-    metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1]}
+    if config.epochs:
+        state = trainer.run()
+    else:  # a checkpoint that is trained already: it is measured and stored as it is
+        state = RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
+    best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
+    metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
@@ -181,6 +184,8 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
     if config.checkpoint:
         folder = _checkpoint_folder(job, config.checkpoint)
         generator, fresh = begin_at_checkpoint(folder, config.generator, catalog.level_sizes, config.keep_text, job.spec.seed)
+        if fresh and not config.epochs:
+            raise ValueError(f"epochs is 0 and checkpoint {config.checkpoint} knows no codes yet: train it for at least 1 epoch")
     else:
         generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0))
     if config.codebook_share and fresh:

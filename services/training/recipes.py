@@ -61,6 +61,7 @@ class TrainConfig:
     """Decay of the running average of weights that is validated and kept. 0: the weights themselves."""
 
     epochs: int = 30
+    """0: a checkpoint that knows the catalog's codes is stored as it is."""
     evaluate_every: int = 1
     """Epochs from one validation to the next."""
     patience: int = 5
@@ -77,11 +78,13 @@ class TrainConfig:
         for name, low, high in (
             ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 10_000_000), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
             ("learning_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
-            ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 1, 100_000), ("evaluate_every", 1, 100_000),
+            ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 0, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number from {low} to {high}")
+        if not self.epochs and not self.checkpoint:
+            raise ValueError("epochs is 0: only a checkpoint can be stored as it is; name one with checkpoint, or give at least 1")
         for name, choices in (
             ("model_type", ("generator", "sasrec")),
             ("crop", ("last", "random", "mixed", "cover")),

@@ -8,7 +8,7 @@ Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ class GeneratorConfig:
     """Whether each level's logits get a learned factor; folded into the head when saved."""
     seen_bias: bool = False
     """Whether logits are corrected by what the history holds (``seen_bias.py``); a saved model keeps it as a tensor of its own, which others leave out."""
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
     """Which tokens are which."""
 
     def __post_init__(self) -> None:

@@ -207,7 +207,7 @@ def _said(folder: Path, header: Mapping[str, Any]) -> tuple[dict[str, Any], list
         layout["firsts"] = [size - len(flat) + sum(map(len, lists[:level])) for level in range(len(lists))]
         return said | {"semantide_level_sizes": [len(level) for level in lists], "semantide_layout": layout}, lists
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Corrupt(f"{path}: {type(error).__name__} {error}: say level_sizes and layout as docs/api.md shows them") from error
+        raise Corrupt(f"{path}: {type(error).__name__} {error}: say level_sizes and layout as docs/serving.md shows them") from error
 
 
 def _others(tokens: Sequence[int], size: int) -> list[int]:

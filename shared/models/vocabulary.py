@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Vocabulary:
         if self.layout.firsts and len(self.layout.firsts) != len(self.level_sizes):
             raise ValueError(f"{len(self.layout.firsts)} first tokens for {len(self.level_sizes)} levels: give one for each level")
         rows = sorted((self.first(level), self.first(level) + size) for level, size in enumerate(self.level_sizes))
-        for (_, end), (begin, _) in zip(rows, rows[1:], strict=False):
+        for (_, end), (begin, _) in pairwise(rows):
             if begin < end:
                 raise ValueError(f"levels that begin at tokens {self.layout.firsts} with sizes {self.level_sizes} overlap: give each code a token of its own")
 
@@ -85,7 +86,8 @@ class Vocabulary:
     def size(self) -> int:
         """Number of tokens that the vocabulary needs at least."""
         layout = self.layout
-        return 1 + max(*layout.begin, *layout.between, *layout.end, *(self.row(level).stop - 1 for level in range(self.levels)))
+        ends = (self.first(level) + size - 1 for level, size in enumerate(self.level_sizes))
+        return 1 + max(*layout.begin, *layout.between, *layout.end, *ends)
 
     @property
     def begin(self) -> int:

@@ -43,11 +43,13 @@ from semantide.shared.decoding.beam_search import Search, beam_search
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
+from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.tokenizer import TokenizerConfig
 from semantide.shared.trie import Trie
 from semantide.shared.version import code_version
 
 _CLASSIC_BYTES = 6 << 30  # larger caches of the classic engine are left out, with a line
+FORMS: tuple[Weights, ...] = ("float32", "bfloat16", "int8")
 Measure = dict[str, Any]
 
 
@@ -107,6 +109,10 @@ def searching(search: Callable[..., Any], decoder: Any, shelf: Shelf) -> Engine:
         return Found(shelf.codes_NL[hits.rows_RW[0].numpy()], hits.scores_RW[0].numpy())
 
     return engine
+
+
+def _ten(found: Found) -> set[tuple[int, ...]]:
+    return {tuple(codes) for codes in found.codes_WL[:10].tolist()}
 
 
 def alternate(engines: dict[str, Callable[[int], float | None]], runs: int) -> dict[str, float]:
@@ -228,6 +234,23 @@ class Bench:
         hits = search.hits()
         return Found(self.shelf.codes_NL[hits.rows_RW[0].numpy()], hits.scores_RW[0].numpy())
 
+    def weights(self, shape: str) -> None:
+        """Shorter weights against float32: time, and how many of the ten best items stay."""
+        width = self.options.peer_width
+        forms = {form: searching(beam_search, GeneratorDecoder(shorten(random_generator(shape), form, time.perf_counter)), self.shelf) for form in FORMS}
+        for tokens in self.options.prompts:
+            prompts = [self.shelf.prompt(random_generator(shape), tokens, run) for run in range(self.options.runs)]
+
+            def once(engine: Engine, run: int, prompts: Sequence[Tensor] = prompts) -> None:
+                engine(prompts[run], width)
+
+            found = alternate({form: partial(once, engine) for form, engine in forms.items()}, self.options.runs)
+            for form in FORMS[1:]:
+                same = [len(_ten(forms[form](prompt_t, width)) & _ten(forms["float32"](prompt_t, width))) / 10 for prompt_t in prompts]
+                base = f"float32, {found['float32']:.1f} ms; {statistics.mean(same):.0%} of the ten best items the same"
+                ratio = found["float32"] / found[form]
+                self.note(f"float32_over_{form}_{shape}_prompt{tokens}_width{width}", ratio, "ratio", "higher", self.options.runs, baseline=base)
+
     def peers(self, shape: str, generator: Generator, folder: Path) -> None:
         """Hugging Face and vLLM at one width."""
         prompts = [tokens for tokens in self.options.prompts if tokens <= 600]
@@ -266,6 +289,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         bench.grid(shape, generator)
         bench.prefill(shape, generator)
         bench.returning(shape, generator)
+        bench.weights(shape)
         if shape == options.models[0]:
             with tempfile.TemporaryDirectory() as name:
                 bench.peers(shape, generator, Path(name))

@@ -112,6 +112,11 @@ def test_a_qwen_checkpoint_is_trained_further_and_its_shorter_weights_are_measur
     again = {**config, "checkpoint": model, "epochs": 1}
     further = run(make_job("train", recipe="pretrained", config=again, inputs=inputs)).artifacts["model"]
     assert further != model
+    with pytest.raises(BadData, match="knows no codes yet"):
+        run(make_job("train", recipe="pretrained", config={**config, "epochs": 0}, inputs=inputs))
+    as_it_is = run(make_job("train", recipe="pretrained", config={**again, "epochs": 0}, inputs=inputs))
+    assert (store.get(as_it_is.artifacts["model"]) / "model.safetensors").read_bytes() == (store.get(model) / "model.safetensors").read_bytes()
+    assert as_it_is.result["valid"]["ndcg@10"] > 0.1
     result = run(make_job("evaluate", config={"ks": [10], "beam_width": 20, "weights": "int8"}, inputs={**inputs, "model": further})).result
     recall = {row["model"]: row["metrics"]["recall@10"] for row in result["rows"] if not row["exclude_seen"]}
     assert recall["generator"] > recall["popularity"] + 0.2

@@ -17,7 +17,7 @@ def test_every_recipe_is_full_and_can_be_changed_in_single_numbers(name: str) ->
     ("changes", "message"),
     [
         ({"epoch": 3}, "'epoch' is unknown"),
-        ({"epochs": 0}, "epochs is 0: give a number from 1"),
+        ({"epochs": 0}, "epochs is 0: only a checkpoint"),
         ({"epochs": 1.5}, "epochs is 1.5: give a whole number"),
         ({"epochs": True}, "epochs is True"),
         ({"crop": "middle"}, "crop is 'middle': give one of last"),

@@ -130,7 +130,7 @@ def test_scattered_tokens_are_brought_into_order(tmp_path: Path) -> None:
 def test_layouts_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for layout in ({"firsts": [0]}, {"tokens": [[1, 1], [2]]}, {"begin": []}, {"begins": [1]}, {"firsts": [900, 1, 20]}, {"firsts": [41, 42, 43]}):
         checkpoint(tmp_path, "qwen3", layout)
-        with pytest.raises(Corrupt, match="layout|token|overlap|vocab"):
+        with pytest.raises(Corrupt, match=r"layout|token|overlap|vocab"):
             Generator.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention", "sliding_attention"]}))
