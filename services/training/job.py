@@ -75,10 +75,8 @@ def train(job: JobContext) -> JobOutcome:
         seed=job.spec.seed,
         identity=json.dumps(job.spec.inputs, sort_keys=True),
     )
-    if config.epochs:
-        state = trainer.run()
-    else:  # a checkpoint that is trained already: it is measured and stored as it is
-        state = RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
+    # Without epochs, a checkpoint that is trained already is measured and stored as it is.
+    state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
     metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
     folder = job.workdir / "model"
