@@ -51,7 +51,15 @@ from semantide.shared.version import code_version
 KS = (5, 10, 50)
 BEAM_WIDTH = 50
 
-_BEAUTY_SHAPE = {"seen_bias": True, "num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "tie_word_embeddings": False}
+_BEAUTY_SHAPE = {
+    "seen_bias": True,
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 256,
+    "tie_word_embeddings": False,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "beauty": {
         "file": "beauty.seq",
