@@ -127,7 +127,7 @@ def beam_attention_native(
     _bounds(offsets_R1, len(prompt_k_TGD))
     q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     offsets_R1, ancestors_RWS = offsets_R1.long().contiguous(), ancestors_RWS.long().contiguous()
-    out_RWHD = torch.empty(q_RWHD.shape)
+    out_RWHD = q_RWHD.new_empty(q_RWHD.shape)
     arguments = native.BEAM_ATTENTION.pack(
         *(requests, width, heads, groups, share, size, steps, len(own_k_NGD)),
         *(q_RWHD.data_ptr(), *q_RWHD.stride()[:3]),

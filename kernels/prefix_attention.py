@@ -51,7 +51,7 @@ def prefix_attention_native(q_NHD: Tensor, new_offsets_B1: Tensor, k_TGD: Tensor
     q_NHD, k_TGD, v_TGD = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     new_offsets_B1, offsets_B1 = new_offsets_B1.long().contiguous(), offsets_B1.long().contiguous()
     (_, heads, size), groups = q_NHD.shape, k_TGD.shape[1]
-    out_NHD = torch.empty(q_NHD.shape)
+    out_NHD = q_NHD.new_empty(q_NHD.shape)
     arguments = native.PREFIX_ATTENTION.pack(
         *(len(new), heads, groups, heads // groups, size, q_NHD.data_ptr(), *q_NHD.stride()[:2], new_offsets_B1.data_ptr()),
         *(k_TGD.data_ptr(), v_TGD.data_ptr(), *k_TGD.stride()[:2], *v_TGD.stride()[:2]),
