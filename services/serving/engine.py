@@ -186,11 +186,8 @@ class Group:
         if any(mask.counts is not None for mask in masks) or any(len(request.excluded) for request in requests):
             distinct = {id(mask): mask for mask in masks}
             place = {key: number for number, key in enumerate(distinct)}
-            everything = bundle.trie.prefix_counts(np.ones(len(bundle.trie), dtype=bool)) if any(m.counts is None for m in distinct.values()) else None
-            counts = [mask.counts if mask.counts is not None else everything for mask in distinct.values()]
-            node_filter = ItemFilter.build(
-                bundle.trie, [c for c in counts if c is not None], [place[id(mask)] for mask in masks], [request.excluded for request in requests]
-            )
+            counts = [bundle.trie.every_item if mask.counts is None else mask.counts for mask in distinct.values()]
+            node_filter = ItemFilter.build(bundle.trie, counts, [place[id(mask)] for mask in masks], [request.excluded for request in requests])
             self._allowed = list(node_filter.allowed)
         self._search = bundle.search(bundle.trie, self.widths, node_filter)
         self._mark("compose", start)
