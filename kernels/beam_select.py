@@ -201,7 +201,7 @@ def _check(
 ) -> None:
     """What C++ reads by address has to be there, in the type and order that it expects."""
     requests, width, _ = logits_RWK.shape
-    whole = (nodes_RW, live_R, widths_R, offsets_M1, codes_C)
+    whole: tuple[Tensor, ...] = (nodes_RW, live_R, widths_R, offsets_M1, codes_C)
     if leaves is not None:
         whole += (leaves.node_bounds_M1, leaves.child_bounds_C1, leaves.mask_of, leaves.excluded_E, leaves.owners_R)
         counts, sizes = leaves.counts_BN1, (len(leaves.node_bounds_M1), len(leaves.child_bounds_C1), len(leaves.owners_R))
