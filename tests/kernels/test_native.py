@@ -32,9 +32,10 @@ def rows(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float32)
 
 
-def attend():
-    own = rows(0, 1, 4)
-    return beam_attention(rows(1, 2, 2, 4), rows(3, 1, 4), rows(3, 1, 4), torch.tensor([0, 3]), own, own, torch.zeros(1, 2, 0, dtype=torch.long))
+def attend(offsets=(0, 3), requests=1, own=None):
+    own = rows(0, 1, 4) if own is None else own
+    nothing = torch.zeros(requests, 2, 0, dtype=torch.long)
+    return beam_attention(rows(requests, 2, 2, 4), rows(3, 1, 4), rows(3, 1, 4), torch.tensor(offsets), own, own, nothing)
 
 
 def test_without_a_library_the_reference_runs_and_the_log_says_so_once(elsewhere, caplog):
@@ -98,6 +99,11 @@ MISFITS = {
     "factors of another head size": lambda: norm_rotate(rows(3, 2, 4), rows(3), rows(3, 1, 2), rows(3, 1, 2)),
     "fewer numbers than gates": lambda: silu_product(rows(4), rows(3)),
     "fewer keys than offsets say": lambda: prefix_attention(rows(2, 2, 4), torch.tensor([0, 2]), rows(3, 1, 4), rows(3, 1, 4), torch.tensor([0, 5])),
+    "offsets that go back": lambda: prefix_attention(rows(3, 2, 4), torch.tensor([0, 5, 3]), rows(9, 1, 4), rows(9, 1, 4), torch.tensor([0, 6, 9])),
+    "fewer prompts than requests": lambda: attend(offsets=[0, 3], requests=2),
+    "more prompts than requests": lambda: attend(offsets=[0, 1, 3]),
+    "prompts that go back": lambda: attend(offsets=[0, 5, 3], requests=2),
+    "own rows of other heads": lambda: attend(own=rows(0, 2, 4)),
     "heads that do not divide": lambda: prefix_attention(rows(2, 3, 4), torch.tensor([0, 2]), rows(3, 2, 4), rows(3, 2, 4), torch.tensor([0, 3])),
     "a node that does not exist": lambda: select(nodes_RW=torch.tensor([[0, 1, 4], [2, 3, 0]])),
     "a node below zero": lambda: select(nodes_RW=torch.tensor([[0, 1, -1], [2, 3, 0]])),
