@@ -1,11 +1,13 @@
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import pytest
 import torch
 
 from semantide.kernels import native
-from semantide.kernels.attention import beam_attention
+from semantide.kernels.attention import beam_attention, jagged_attention
 from semantide.kernels.beam_select import AllowedLeaves, beam_select
 from semantide.kernels.gating import silu_product
 from semantide.kernels.normalisation import rms_norm
@@ -161,3 +163,33 @@ def test_results_have_the_type_of_what_was_given_whatever_the_default_is():
 def test_memory_of_another_device_is_never_read_here():
     here = rows(3)
     assert native.library_for(here, here.to("meta")) is None
+
+
+def test_kernels_run_in_several_threads_at_once():
+    def work(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        lengths, width = [40 + seed, 3, 40 + seed], 8 + seed
+        q, (k, v) = torch.randn(3, width, 4, 16, generator=generator), torch.randn(2, sum(lengths), 2, 16, generator=generator)
+        offsets, own = torch.tensor([0, *accumulate(lengths)]), torch.zeros(0, 2, 16)
+        with torch.inference_mode():
+            return [
+                beam_attention(q, k, v, offsets, own, own, torch.zeros(3, width, 0, dtype=torch.long)),
+                jagged_attention(k, k, v, offsets),
+                prefix_attention(k[:3], torch.tensor([0, 1, 2, 3]), k, v, offsets),
+                beam_select(
+                    torch.randn(1, width, 50, generator=generator),
+                    torch.zeros(1, width, dtype=torch.long),
+                    torch.tensor([width]),
+                    torch.zeros(1, width, dtype=torch.float64),
+                    torch.tensor([30]),
+                    torch.tensor([0, 50]),
+                    torch.arange(50),
+                ).scores_RW,
+            ]
+
+    seeds = list(range(8)) * 20
+    alone = {seed: work(seed) for seed in range(8)}
+    with ThreadPoolExecutor(4) as pool:
+        for seed, found in zip(seeds, pool.map(work, seeds), strict=True):
+            for ours, theirs in zip(found, alone[seed], strict=True):
+                torch.testing.assert_close(ours, theirs)
