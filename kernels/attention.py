@@ -30,7 +30,7 @@ def jagged_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Te
     """
     share = _check_packed(q_THD, k_TGD, v_TGD)
     outputs = [q_THD[:0]]
-    for begin, end in pairwise(_bounds(offsets_B1, len(q_THD))):
+    for begin, end in pairwise(packed_bounds(offsets_B1, len(q_THD))):
         q_GgLD = q_THD[begin:end].unflatten(1, (-1, share)).permute(1, 2, 0, 3)
         k_G1LD = k_TGD[begin:end].permute(1, 0, 2).unsqueeze(1)
         v_G1LD = v_TGD[begin:end].permute(1, 0, 2).unsqueeze(1)
@@ -50,7 +50,7 @@ def jagged_attention_by_length(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offs
     Sequences that stand in order of length cost no gathering: a group is then a view of the pack.
     """
     share = _check_packed(q_THD, k_TGD, v_TGD)
-    plan = _plan(tuple(_bounds(offsets_B1, len(q_THD))))
+    plan = _plan(tuple(packed_bounds(offsets_B1, len(q_THD))))
     outputs = []
     for group in plan.groups:
         q_BHLD, k_BHLD, v_BHLD = (
@@ -77,8 +77,8 @@ def beam_attention(
 
     Shapes: prompts packed by ``offsets_R1`` [R + 1]; ``ancestors_RWS`` holds rows of ``own_k_NGD``; S may be 0; returns [R, W, H, D].
     """
-    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
-    bounds = _bounds(offsets_R1, len(prompt_k_TGD))
+    share = _check_beams(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
+    bounds = packed_bounds(offsets_R1, len(prompt_k_TGD))
     outputs = [q_RWHD[:0]]
     for request, (begin, end) in enumerate(pairwise(bounds)):
         q_WGgD = q_RWHD[request].unflatten(1, (-1, share)) / math.sqrt(q_RWHD.shape[-1])
@@ -96,6 +96,7 @@ def beam_attention_cuda(
     q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
 ) -> Tensor:
     """One Triton launch for all requests; without Triton, or where gradients are wanted, batched by length."""
+    _check_beams(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
     tensors = (q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD)
     if find_spec("triton") is None or q_RWHD.dtype == torch.float64 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return beam_attention_by_length(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
@@ -118,16 +119,11 @@ def beam_attention_native(
     if library is None:
         return beam_attention_by_length(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
     (requests, width, heads, size), groups, steps = q_RWHD.shape, prompt_k_TGD.shape[1], ancestors_RWS.shape[-1]
-    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
-    if own_k_NGD.shape != own_v_NGD.shape or own_k_NGD.shape[1:] != prompt_k_TGD.shape[1:] or ancestors_RWS.shape[:2] != (requests, width):
-        raise ValueError(
-            f"own keys {tuple(own_k_NGD.shape)}, own values {tuple(own_v_NGD.shape)}, ancestors {tuple(ancestors_RWS.shape)}: give own rows of the "
-            f"prompt's {groups} heads and size {size}, and ancestors of {requests} requests of {width} beams"
-        )
-    _bounds(offsets_R1, len(prompt_k_TGD))
+    share = _check_beams(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
+    packed_bounds(offsets_R1, len(prompt_k_TGD))
     q_RWHD, prompt_k_TGD, prompt_v_TGD, own_k_NGD, own_v_NGD = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     offsets_R1, ancestors_RWS = offsets_R1.long().contiguous(), ancestors_RWS.long().contiguous()
-    out_RWHD = torch.empty(q_RWHD.shape)
+    out_RWHD = q_RWHD.new_empty(q_RWHD.shape)
     arguments = native.BEAM_ATTENTION.pack(
         *(requests, width, heads, groups, share, size, steps, len(own_k_NGD)),
         *(q_RWHD.data_ptr(), *q_RWHD.stride()[:3]),
@@ -144,8 +140,8 @@ def beam_attention_by_length(
     q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
 ) -> Tensor:
     """Batch the requests whose prompts have equal length; beams and heads that share keys become rows of one matrix product."""
-    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
-    plan = _plan(tuple(_bounds(offsets_R1, len(prompt_k_TGD))))
+    share = _check_beams(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
+    plan = _plan(tuple(packed_bounds(offsets_R1, len(prompt_k_TGD))))
     width, steps = q_RWHD.shape[1], ancestors_RWS.shape[-1]
     q_RGMD = (q_RWHD / math.sqrt(q_RWHD.shape[-1])).unflatten(2, (-1, share)).transpose(1, 2).flatten(2, 3)
     outputs, sums, order = [], [], []
@@ -229,7 +225,11 @@ def _plan(bounds: tuple[int, ...]) -> _Plan:
     return _Plan(tuple(groups), inverse, empty)
 
 
-def _bounds(offsets: Tensor, tokens: int) -> list[int]:
+def packed_bounds(offsets: Tensor, tokens: int) -> list[int]:
+    """The offsets as numbers.
+
+    Raises: ValueError where they do not ascend from 0 to the number of tokens.
+    """
     bounds: list[int] = offsets.tolist()
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens or not _ascending(bounds):
         shown = f"{bounds[:3]}...{bounds[-2:]}"
@@ -249,3 +249,18 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> int:
             "equal shape, and query heads a multiple of key heads"
         )
     return q.shape[1] // k.shape[1]
+
+
+def _check_beams(
+    q_RWHD: Tensor, prompt_k_TGD: Tensor, prompt_v_TGD: Tensor, offsets_R1: Tensor, own_k_NGD: Tensor, own_v_NGD: Tensor, ancestors_RWS: Tensor
+) -> int:
+    """Query heads per key/value head."""
+    share = _check_packed(q_RWHD.flatten(0, 1), prompt_k_TGD, prompt_v_TGD)
+    (requests, width), (groups, size) = q_RWHD.shape[:2], prompt_k_TGD.shape[1:]
+    own = own_k_NGD.shape == own_v_NGD.shape and own_k_NGD.shape[1:] == (groups, size)
+    if not own or ancestors_RWS.shape[:2] != (requests, width) or ancestors_RWS.ndim != 3 or len(offsets_R1) != requests + 1:
+        raise ValueError(
+            f"own keys {tuple(own_k_NGD.shape)}, own values {tuple(own_v_NGD.shape)}, ancestors {tuple(ancestors_RWS.shape)}, {len(offsets_R1)} offsets: give "
+            f"own rows of the prompt's {groups} heads and size {size}, ancestors of {requests} requests of {width} beams, and one offset more than requests"
+        )
+    return share

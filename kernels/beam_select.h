@@ -24,6 +24,7 @@ static inline int64_t allowed_leaves(const int32_t* counts, const int64_t* exclu
 
 // Logits of a beam's children side by side. Codes without a gap are already so.
 static const float* gather(const float* row, const int64_t* codes, int64_t count, std::vector<float>& buffer) {
+  if (!count) return row;
   if (codes[count - 1] - codes[0] == count - 1) return row + codes[0];
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
   float* values = buffer.data();
@@ -31,17 +32,21 @@ static const float* gather(const float* row, const int64_t* codes, int64_t count
   return values;
 }
 
-// Norm and highest possible step of the beam in one slot; false where the logits are not numbers.
-static bool normalise(const BeamSelect& a, int64_t slot, double* norm, float* top) {
+// Norm and highest possible step of the beam in one slot. Returns 1 where the logits are not numbers, 2 where the node or a code below it does not exist.
+static int64_t normalise(const BeamSelect& a, int64_t slot, double* norm, float* top) {
+  const int64_t node = a.nodes[slot];
+  if (node < 0 || node >= a.num_nodes) return 2;
   const float* row = a.logits + slot * a.num_codes;
+  const int64_t first = a.offsets[node], count = a.offsets[node + 1] - first;
+  const int64_t* codes = a.codes + first;
+  if (count && (codes[0] < 0 || codes[count - 1] >= a.num_codes)) return 2;  // they ascend
   if (!a.among_children) {
     *norm = log_sum_exp(row, a.num_codes, top);
   } else {
     static thread_local std::vector<float> buffer;
-    const int64_t first = a.offsets[a.nodes[slot]], count = a.offsets[a.nodes[slot] + 1] - first;
-    *norm = log_sum_exp(gather(row, a.codes + first, count, buffer), count, top);
+    *norm = log_sum_exp(gather(row, codes, count, buffer), count, top);
   }
-  return std::isfinite(*norm);
+  return std::isfinite(*norm) ? 0 : 1;
 }
 
 // Keeps the best `room` of what it is shown; `bound` is the worst of them once there are so many.

@@ -148,18 +148,22 @@ def beam_select_native(
     leaves: AllowedLeaves | None = None,
     among_children: bool = False,
 ) -> Selection:
-    """The same in C++, with bounds in place of a sort of everything."""
+    """The same in C++, with bounds in place of a sort of everything; gradients take the torch way.
+
+    Raises: ValueError when shapes or types do not fit, or a beam's node or a code below it does not exist.
+    """
     library = native.library()
-    if library is None:
+    if library is None or (torch.is_grad_enabled() and (logits_RWK.requires_grad or scores_RW.requires_grad)):
         return beam_select.reference(logits_RWK, nodes_RW, live_R, scores_RW, widths_R, offsets_M1, codes_C, leaves, among_children)
     requests, width, num_codes = logits_RWK.shape
     logits_RWK = logits_RWK.float().contiguous()
-    nodes_RW, live_R, scores_RW, widths_R = nodes_RW.contiguous(), live_R.contiguous(), scores_RW.contiguous(), widths_R.contiguous()
+    nodes_RW, live_R, scores_RW, widths_R = (x.contiguous() for x in (nodes_RW, live_R, scores_RW, widths_R))
+    _check(logits_RWK, nodes_RW, live_R, scores_RW, widths_R, offsets_M1, codes_C, leaves)
     room = max([1, *widths_R.tolist()])
-    parents_RW, codes_RW, nodes_out_RW = (torch.empty(requests, room, dtype=torch.int64) for _ in range(3))
-    scores_out_RW, steps_RW = (torch.empty(requests, room, dtype=torch.float64) for _ in range(2))
-    kept_R, dead_ends_R, children_R, visited_R = (torch.empty_like(live_R) for _ in range(4))
-    dropped_R = torch.empty(requests, dtype=torch.float64)
+    parents_RW, codes_RW, nodes_out_RW = (nodes_RW.new_empty(requests, room) for _ in range(3))
+    scores_out_RW, steps_RW = (scores_RW.new_empty(requests, room) for _ in range(2))
+    kept_R, dead_ends_R, children_R, visited_R = (live_R.new_empty(requests) for _ in range(4))
+    dropped_R = scores_RW.new_empty(requests)
     filtering: tuple[int, ...] = (0,) * 8
     if leaves is not None:
         filtering = (
@@ -171,15 +175,48 @@ def beam_select_native(
     tables = (logits_RWK, nodes_RW, live_R, scores_RW, widths_R, offsets_M1, codes_C)
     outputs = (parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW, kept_R, dead_ends_R, dropped_R, children_R, visited_R)
     arguments = native.BEAM_SELECT.pack(
-        *(requests, width, room, num_codes, among_children), *(x.data_ptr() for x in tables), *filtering, *(x.data_ptr() for x in outputs)
+        *(requests, width, room, num_codes, len(offsets_M1) - 1, among_children), *(x.data_ptr() for x in tables), *filtering, *(x.data_ptr() for x in outputs)
     )
-    if native.call(library, "semantide_beam_select", arguments):
+    failed = native.call(library, "semantide_beam_select", arguments)
+    if failed == 1:
         raise FloatingPointError("logits are not finite numbers")
+    if failed:
+        raise ValueError(f"a beam's node is none of {len(offsets_M1) - 1}, or a code below it none of {num_codes}: take logits and trie of one level")
     beams = max([1, *kept_R.tolist()])
     if beams < room:
         parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW = (x[:, :beams].contiguous() for x in outputs[:5])
     children, visited = sum(children_R.tolist()), sum(visited_R.tolist())
     return Selection(parents_RW, codes_RW, nodes_out_RW, scores_out_RW, steps_RW, kept_R, dead_ends_R, dropped_R, children, visited)
+
+
+def _check(
+    logits_RWK: Tensor,
+    nodes_RW: Tensor,
+    live_R: Tensor,
+    scores_RW: Tensor,
+    widths_R: Tensor,
+    offsets_M1: Tensor,
+    codes_C: Tensor,
+    leaves: AllowedLeaves | None,
+) -> None:
+    """What C++ reads by address has to be there, in the type and order that it expects."""
+    requests, width, _ = logits_RWK.shape
+    whole: tuple[Tensor, ...] = (nodes_RW, live_R, widths_R, offsets_M1, codes_C)
+    if leaves is not None:
+        whole += (leaves.node_bounds_M1, leaves.child_bounds_C1, leaves.mask_of, leaves.excluded_E, leaves.owners_R)
+        counts, sizes = leaves.counts_BN1, (len(leaves.node_bounds_M1), len(leaves.child_bounds_C1), len(leaves.owners_R))
+        if counts.dtype != torch.int32 or not counts.is_contiguous() or sizes != (len(offsets_M1), len(codes_C) + 1, requests):
+            raise ValueError("the allowed leaves are not those of this level: give int32 counts, bounds of its nodes and children, and an owner per request")
+    if scores_RW.dtype != torch.float64 or any(x.dtype != torch.int64 or not x.is_contiguous() for x in whole):
+        raise ValueError("give float64 scores, and contiguous int64 nodes, widths and tables")
+    if not nodes_RW.shape == scores_RW.shape == (requests, width) or not live_R.shape == widths_R.shape == (requests,):
+        raise ValueError(
+            f"nodes {tuple(nodes_RW.shape)}, scores {tuple(scores_RW.shape)}, live {tuple(live_R.shape)}, widths {tuple(widths_R.shape)}: "
+            f"give those of {requests} requests of {width} beams, as the logits are"
+        )
+    live, widths = live_R.tolist(), widths_R.tolist()
+    if any(not 0 <= beams <= width for beams in live) or any(wanted < 0 for wanted in widths):
+        raise ValueError(f"live {live[:5]}, widths {widths[:5]}: give at most {width} live beams per request, and no negative numbers")
 
 
 def _best(scores_C: Tensor, requests_C: Tensor, widths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,6 +24,6 @@ def silu_product_native(gate: Tensor, up: Tensor) -> Tensor:
     if library is None:
         return silu_product.reference(gate, up)
     gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty(gate.shape)
+    out = gate.new_empty(gate.shape)
     native.call(library, "semantide_gate_rows", native.GATE_ROWS.pack(gate.numel(), gate.data_ptr(), up.data_ptr(), out.data_ptr()))
     return out

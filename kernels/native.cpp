@@ -70,7 +70,7 @@ struct GateRows {
 };
 
 struct BeamSelect {
-  int64_t requests, width, room, num_codes, among_children;
+  int64_t requests, width, room, num_codes, num_nodes, among_children;
   const float* logits;
   const int64_t *nodes, *live;
   const double* scores;
@@ -162,7 +162,7 @@ struct Bodies {
   void (*normalise_rows)(const NormaliseRows&, int64_t, int64_t);
   void (*turn_rows)(const TurnRows&, int64_t, int64_t);
   void (*gate_rows)(const GateRows&, int64_t, int64_t);
-  bool (*normalise)(const BeamSelect&, int64_t, double*, float*);
+  int64_t (*normalise)(const BeamSelect&, int64_t, double*, float*);
   void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
 };
 
@@ -202,7 +202,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures above, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 2; }
+EXPORT int64_t semantide_version() { return 3; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -256,7 +256,7 @@ EXPORT int64_t semantide_turn_rows(const TurnRows* a, int64_t threads) { return 
 
 EXPORT int64_t semantide_gate_rows(const GateRows* a, int64_t threads) { return by_rows(bodies().gate_rows, *a, a->rows * 4, threads); }
 
-// Returns 0, or 1 where a live beam's logits are not numbers.
+// Returns 0, 1 where a live beam's logits are not numbers, or 2 where its node or a code below it does not exist.
 EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {
   const BeamSelect& a = *given;
   static thread_local std::vector<double> norms_kept;
@@ -269,8 +269,9 @@ EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {
   std::atomic<int64_t> failed{0};
 #pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && slots * a.num_codes > 32768)
   for (int64_t slot = 0; slot < slots; ++slot)
-    if (slot % a.width < a.live[slot / a.width] && !body.normalise(a, slot, norms + slot, tops + slot)) failed = 1;
-  if (failed) return 1;
+    if (slot % a.width < a.live[slot / a.width])
+      if (const int64_t error = body.normalise(a, slot, norms + slot, tops + slot)) failed = error;
+  if (failed) return failed;
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && a.requests > 1)
   for (int64_t request = 0; request < a.requests; ++request) body.beam_select(a, request, norms, tops);
   return 0;

@@ -12,7 +12,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-VERSION = 2  # of the structures' layout; the library names its own
+VERSION = 3  # of the structures' layout; the library names its own
 
 _KERNELS = tuple(f"semantide_{name}" for name in ("beam_attention", "prefix_attention", "normalise_rows", "turn_rows", "gate_rows", "beam_select"))
 
@@ -26,7 +26,7 @@ PREFIX_ATTENTION = Struct("5q P2q 3P4q 2P f")
 NORMALISE_ROWS = Struct("3q 3P f")
 TURN_ROWS = Struct("5q 5P f")
 GATE_ROWS = Struct("q 3P")
-BEAM_SELECT = Struct("5q 10P q 3P q 10P")
+BEAM_SELECT = Struct("6q 10P q 3P q 10P")
 
 
 @cache
@@ -62,8 +62,8 @@ def instructions() -> str | None:
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The library where it can take these tensors: float32, and no gradient is asked for."""
-    if any(x.dtype != torch.float32 for x in tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    """The library where it can take these tensors: float32 in this machine's memory, and no gradient is asked for."""
+    if any(x.dtype != torch.float32 or not x.is_cpu for x in tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return None
     return library()
 

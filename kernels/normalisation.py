@@ -29,12 +29,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-6) -> Tensor:
 @rms_norm.register("cpu")
 def rms_norm_cpu(x: Tensor, weight_D: Tensor, eps: float = 1e-6) -> Tensor:
     """The same in C++, or where a gradient is asked for with a backward pass of its own: about half the passes over memory."""
+    if weight_D.shape != x.shape[-1:]:
+        raise ValueError(f"factors {tuple(weight_D.shape)} for rows of {tuple(x.shape)}: give one factor for each feature")
     library = native.library_for(x, weight_D)
     if library is not None:
         rows, size = x.numel() // max(x.shape[-1], 1), x.shape[-1]
         # Rows may lie apart, as a part of each row of something wider does.
-        x = x if x.ndim == 2 and x.stride(1) == 1 else x.contiguous()
-        out = torch.empty(x.shape)
+        x, weight_D = x if x.ndim == 2 and x.stride(1) == 1 else x.contiguous(), weight_D.contiguous()
+        out = x.new_empty(x.shape)
         apart = x.stride(0) if x.ndim == 2 else size
         native.call(library, "semantide_normalise_rows", native.NORMALISE_ROWS.pack(rows, size, apart, x.data_ptr(), weight_D.data_ptr(), out.data_ptr(), eps))
         return out

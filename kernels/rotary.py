@@ -45,14 +45,24 @@ def norm_rotate(x_THd: Tensor, weight_d: Tensor | None, cos_T1d: Tensor, sin_T1d
 
 @norm_rotate.register("cpu")
 def norm_rotate_native(x_THd: Tensor, weight_d: Tensor | None, cos_T1d: Tensor, sin_T1d: Tensor, eps: float = 1e-6) -> Tensor:
-    """Both in one pass in C++; other types than float32, and gradients, take the torch way."""
+    """Both in one pass in C++; other types than float32, and gradients, take the torch way.
+
+    Raises: ValueError when shapes do not fit.
+    """
+    rows, _, size = x_THd.shape
+    if size % 2 or not cos_T1d.shape == sin_T1d.shape == (rows, 1, size // 2) or (weight_d is not None and weight_d.shape != (size,)):
+        factors = "no factors" if weight_d is None else f"factors {tuple(weight_d.shape)}"
+        raise ValueError(
+            f"rows {tuple(x_THd.shape)}, cosines {tuple(cos_T1d.shape)}, sines {tuple(sin_T1d.shape)}, {factors}: give heads of an even size, "
+            "for each row the cosine and sine of half as many angles, and one factor for each feature"
+        )
     library = native.library_for(x_THd, cos_T1d, sin_T1d, *(() if weight_d is None else (weight_d,)))
     if library is None:
         return norm_rotate.reference(x_THd, weight_d, cos_T1d, sin_T1d, eps)
     x_THd = x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
-    cos_T1d, sin_T1d, out_THd = cos_T1d.contiguous(), sin_T1d.contiguous(), torch.empty(x_THd.shape)
-    weight = 0 if weight_d is None else weight_d.data_ptr()
-    addresses = (x_THd.data_ptr(), weight, cos_T1d.data_ptr(), sin_T1d.data_ptr(), out_THd.data_ptr())
+    cos_T1d, sin_T1d, out_THd = cos_T1d.contiguous(), sin_T1d.contiguous(), x_THd.new_empty(x_THd.shape)
+    weight_d = weight_d if weight_d is None else weight_d.contiguous()
+    addresses = (x_THd.data_ptr(), 0 if weight_d is None else weight_d.data_ptr(), cos_T1d.data_ptr(), sin_T1d.data_ptr(), out_THd.data_ptr())
     native.call(library, "semantide_turn_rows", native.TURN_ROWS.pack(*x_THd.shape, *x_THd.stride()[:2], *addresses, eps))
     return out_THd
 

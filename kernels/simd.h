@@ -31,7 +31,8 @@ static inline float total(Floats value) {
 // e^x for x <= 0 with a relative error of about 1e-7; below -87 it stays near 1e-38; not-a-number comes out as it went in.
 // Source of the polynomial: 2^f on [-1/2, 1/2] fitted for the smallest greatest relative error, 8e-8.
 static inline Floats exponential(Floats x) {
-  const Floats lowest = spread(-87.0f), magic = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  // 1.5 * 2^23, the adding of which rounds to a whole number, and the 127 that a float's exponent is stored with.
+  const Floats lowest = spread(-87.0f), magic = spread(12582912.0f + 127.0f);
   x = x < lowest ? lowest : x;
   const Floats shifted = x * 1.44269504f + magic;
   const Floats f = x * 1.44269504f - (shifted - magic);
@@ -40,17 +41,15 @@ static inline Floats exponential(Floats x) {
   p = p * f + 2.402211972e-1f;
   p = p * f + 6.931469671e-1f;
   p = p * f + 1.000000072f;
-  const Ints power = reinterpret_cast<const Ints&>(shifted) << 23;  // of the whole part, on top of the exponent that p has
-  const Ints bits = reinterpret_cast<const Ints&>(p) + power;
-  return reinterpret_cast<const Floats&>(bits);
+  return p * (Floats)((Ints)shifted << 23);  // a product and not a sum of bits, so that any not-a-number stays one
 }
 
 // Bit i says whether value i is at least the bound; not-a-number is not.
 static inline uint32_t at_least(Floats value, float bound) {
 #if VECTOR_BYTES == 64
-  return _mm512_cmp_ps_mask(reinterpret_cast<const __m512&>(value), _mm512_set1_ps(bound), _CMP_GE_OQ);
+  return _mm512_cmp_ps_mask((__m512)value, _mm512_set1_ps(bound), _CMP_GE_OQ);
 #elif VECTOR_BYTES == 32
-  return _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<const __m256&>(value), _mm256_set1_ps(bound), _CMP_GE_OQ));
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)value, _mm256_set1_ps(bound), _CMP_GE_OQ));
 #else
   uint32_t mask = 0;
   for (int lane = 0; lane < kLanes; ++lane) mask |= static_cast<uint32_t>(value[lane] >= bound) << lane;

@@ -99,7 +99,7 @@ class Answer:
 class Prepared:
     """A query against one bundle, with all that does not change with the moment: its prompt, its width, what it leaves out.
 
-    ``read_rows`` are the items that the prompt spells. ``kept`` is the user's last prompt, of which ``tokens`` are not in common with this one.
+    ``read_rows`` are the items that the prompt spells. ``tokens`` of it are not in common with the user's last prompt, if one was ``kept``.
 
     Shapes: ``prompt`` [T].
     """
@@ -111,21 +111,28 @@ class Prepared:
     excluded: IntArray
     width: int
     known: int
-    kept: PromptKV | None = None
+    kept: bool = False
     tokens: int = 0
     searches: int = 0
 
     @classmethod
     def of(cls, bundle: Bundle, query: Query) -> Prepared:
-        """Look up a query's items, spell its history, and find what is kept of the user."""
+        """Look up a query's items, spell its history, and see what is kept of the user."""
         rows = bundle.rows(query.history)
         read_rows = history_window(rows, bundle.max_history_items)
         prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[read_rows])
         width = effective_width(query, len(bundle.trie))
-        kept = bundle.prompts.get(query.user) if query.user is not None else None
+        prepared = cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows))
+        prepared.last_prompt()
+        return prepared
+
+    def last_prompt(self) -> PromptKV | None:
+        """What the cache has of the user now. It is not held on to: queries that wait would keep memory that the cache has given away."""
+        last = self.bundle.prompts.get(self.query.user) if self.query.user is not None else None
         # The last token is always read, whatever is kept.
-        common = min(kept.common_tokens(torch.as_tensor(prompt, device=kept.tokens_t.device)), len(prompt) - 1) if kept is not None else 0
-        return cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows), kept, len(prompt) - common)
+        common = 0 if last is None else min(last.common_tokens(torch.as_tensor(self.prompt, device=last.tokens_t.device)), len(self.prompt) - 1)
+        self.kept, self.tokens = last is not None, len(self.prompt) - common
+        return last
 
     @property
     def history_items(self) -> int:
@@ -188,11 +195,8 @@ class Group:
         if any(mask.counts is not None for mask in masks) or any(len(request.excluded) for request in requests):
             distinct = {id(mask): mask for mask in masks}
             place = {key: number for number, key in enumerate(distinct)}
-            everything = bundle.trie.prefix_counts(np.ones(len(bundle.trie), dtype=bool)) if any(m.counts is None for m in distinct.values()) else None
-            counts = [mask.counts if mask.counts is not None else everything for mask in distinct.values()]
-            node_filter = ItemFilter.build(
-                bundle.trie, [c for c in counts if c is not None], [place[id(mask)] for mask in masks], [request.excluded for request in requests]
-            )
+            counts = [bundle.trie.every_item if mask.counts is None else mask.counts for mask in distinct.values()]
+            node_filter = ItemFilter.build(bundle.trie, counts, [place[id(mask)] for mask in masks], [request.excluded for request in requests])
             self._allowed = list(node_filter.allowed)
         self._search = bundle.search(bundle.trie, self.widths, node_filter, "children" if requests[0].query.conditional else "row")
         self._mark("compose", start)
@@ -213,8 +217,8 @@ class Group:
             device = self._bundle.trie.device
             tokens_T = torch.as_tensor(np.concatenate([request.prompt for request in self.requests]), device=device)
             offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
-            kept = [request.kept for request in self.requests]
-            logits, self._state = model.begin(tokens_T, offsets_R1, kept if any(kept) else None, self._leases or None)
+            last = [request.last_prompt() for request in self.requests]
+            logits, self._state = model.begin(tokens_T, offsets_R1, last if any(last) else None, self._leases or None)
             start = self._mark("prefill", start)
         else:
             assert self._extension is not None, "advanced past the end"

@@ -89,7 +89,7 @@ class Meters(Watcher):
             if unknown := len(request.query.history) - request.known:
                 self._unknown.add(unknown)
             if request.query.user is not None:
-                self._prompts.labels("miss" if request.kept is None else "hit").inc()
+                self._prompts.labels("hit" if request.kept else "miss").inc()
         read, all_of_them = sum(request.tokens for request in run.requests), sum(len(request.prompt) for request in run.requests)
         self._tokens.labels("read").inc(read)
         self._tokens.labels("kept").inc(all_of_them - read)

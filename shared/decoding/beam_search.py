@@ -133,7 +133,7 @@ class Search:
         """Go on with these requests of the batch alone, in this order; the model's state has to be narrowed alike."""
         rows_R = torch.as_tensor(list(requests), dtype=torch.int64, device=self._trie.device)
         self._owners_R, self._widths_R, self._live_R = self._owners_R[rows_R], self._widths_R[rows_R], self._live_R[rows_R]
-        width = max(1, *self.counts)
+        width = max([1, *self.counts])
         self._nodes_RW, self._scores_RW = self._nodes_RW[rows_R, :width], self._scores_RW[rows_R, :width]
         self._dead_ends_R, self._dropped_R = self._dead_ends_R[rows_R], self._dropped_R[rows_R]
         self._path = [(parents_RW[rows_R], steps_RW[rows_R]) for parents_RW, steps_RW in self._path]

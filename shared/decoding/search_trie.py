@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +75,11 @@ class SearchTrie:
     def __len__(self) -> int:
         return len(self.leaf_items)
 
+    @cached_property
+    def every_item(self) -> Tensor:
+        """``prefix_counts`` of a mask that allows everything."""
+        return torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
+
     def prefix_counts(self, allowed: BoolArray) -> Tensor:
         """How many allowed leaves come before each leaf: [N + 1], the form in which ``ItemFilter`` takes a mask.
 
@@ -116,7 +122,7 @@ class ItemFilter:
         """
         if len(mask_of) != len(excluded_rows):
             raise ValueError(f"{len(mask_of)} requests have a mask and {len(excluded_rows)} an exclude list: give one of each per request")
-        counts = torch.stack(list(masks))
+        counts = torch.stack(list(masks)) if len(masks) > 1 else masks[0][None]  # each is as long as the catalog: copied only where it has to be
         keys: list[Tensor] = []
         allowed: list[int] = []
         for request, rows in enumerate(excluded_rows):

@@ -69,18 +69,26 @@ class DecodingState:
                 lease.draw(tokens * self._token_bytes)
 
     def append(self, parents_RW: Tensor, counts: Sequence[int] | None, steps_left: int) -> tuple[Tensor, int, int]:
-        """Let new beams follow the given parents and make room for their rows: which live beams they follow, and the rows [begin, end) of the stores."""
+        """Let new beams follow the given parents and make room for their rows: which live beams they follow, and the rows [begin, end) of the stores.
+
+        With leases the stores have room for all that is reserved from the first step on: to grow them later would hold their rows twice meanwhile.
+        """
         begin = self.ancestry.num_rows
         parents_B = self.ancestry.extend(parents_RW, counts)
         self._draw(self.ancestry.counts)
         end = self.ancestry.num_rows
         if end > self.own_L2CGd.shape[2]:
-            shape = list(self.own_L2CGd.shape)
-            shape[2] = end + (end - begin) * steps_left
-            grown = self.own_L2CGd.new_empty(shape)
-            grown[:, :, :begin] = self.own_L2CGd[:, :, :begin]
-            self.own_L2CGd = grown
+            self._make_room(end + (end - begin) * steps_left if self._leases is None else self._reserved_rows(), begin)
         return parents_B, begin, end
+
+    def _reserved_rows(self) -> int:
+        """Own rows that the leases have room for beside the prompts."""
+        return sum(lease.num_bytes // self._token_bytes for lease in self._leases or ()) - self.bounds[-1]
+
+    def _make_room(self, rows: int, used: int) -> None:
+        old_L2CGd = self.own_L2CGd
+        self.own_L2CGd = old_L2CGd.new_empty(*old_L2CGd.shape[:2], rows, *old_L2CGd.shape[3:])
+        self.own_L2CGd[:, :, :used] = old_L2CGd[:, :, :used]
 
     def prompt_kv(self, request: int) -> PromptKV:
         """Keys and values of one prompt, to be given back to ``begin`` another time; they stay as they are whatever becomes of the state."""
@@ -109,6 +117,8 @@ class DecodingState:
             self.seen.keep(beams_B)
         if self._leases is not None:
             self._leases = [self._leases[request] for request in chosen]
+            if self.ancestry.steps:
+                self._make_room(self._reserved_rows(), len(rows_N))
         self.read_R = tuple(self.read_R[request] for request in chosen)
 
 

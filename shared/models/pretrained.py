@@ -67,7 +67,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """
     names = [_WEIGHTS]
     if not (folder / _WEIGHTS).is_file() and (folder / _INDEX).is_file():
-        names = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+        names = _indexed(folder / _INDEX)
     tensors: dict[str, Tensor] = {}
     for name in names:
         path = folder / name
@@ -78,6 +78,18 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise Corrupt(f"{path} ({path.stat().st_size} bytes) is truncated or damaged ({error}): copy the model folder again") from error
     return tensors
+
+
+def _indexed(path: Path) -> list[str]:
+    """The files that an index names, all of which lie beside it."""
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Corrupt(f"{path} is no index of weights ({type(error).__name__} {error}): copy the model folder again") from error
+    foreign = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if foreign:
+        raise Corrupt(f"{path} names {foreign[0]!r}: an index names files in its own folder only")
+    return names
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -270,5 +282,5 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
             seen_bias=bool(header.get("semantide_seen_bias", False)),
             layout=Layout.of(header.get("semantide_layout") or {}),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise Corrupt(f"{source}/config.json: {type(error).__name__} {error}: the field is missing or out of range; copy the model folder again") from error

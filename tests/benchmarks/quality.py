@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import public_data
 import torch
+from machine import machine
 
 from semantide.services.tokenization.spelling import build
 from semantide.services.training.batches import Sampler
@@ -269,8 +269,7 @@ def main() -> int:
     results.sort(key=lambda result: (result["name"], result["seed"]))
     measures = measures_of(name, results, options.quick)
     minutes = (time.monotonic() - begin) / 60
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    report = {"benchmark": "quality", "commit": code_version(), "machine": machine, "dataset": name, "quick": options.quick, "minutes": round(minutes, 1),
+    report = {"benchmark": "quality", "commit": code_version(), "machine": machine(), "dataset": name, "quick": options.quick, "minutes": round(minutes, 1),
               "beam_width": BEAM_WIDTH, "ranking": "full", "measures": measures,
               "runs": [{key: value for key, value in result.items() if key != "rows"} for result in results],
               "configs": {run.name: asdict(run.config) for run in runs}}  # fmt: skip

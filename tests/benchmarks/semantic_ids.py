@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -18,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
+from machine import machine
 
 from semantide.services.tokenization.recipes import RECIPES, recipe
 from semantide.services.tokenization.spelling import Spelled, build
@@ -121,13 +119,12 @@ def main() -> int:
     for row in levels:
         measures[f"level{row['level'] + 1}_entropy"] = {"value": row["normalised_entropy"], "unit": "share of the largest possible", "better": "higher"}
     if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
         print(
             json.dumps(
                 {
                     "benchmark": "semantic_ids",
                     "commit": code_version(),
-                    "machine": machine,
+                    "machine": machine(),
                     "recipe": options.recipe,
                     "measures": measures,
                     "problems": problems,

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine  # type: ignore[import-not-found]
 
-from semantide.kernels import native
 from semantide.shared.version import code_version
-
-
-def machine() -> dict[str, Any]:
-    """What these numbers were taken on."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor()
-    )
-    return {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__, "threads": torch.get_num_threads(), "native": native.instructions()}
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -57,10 +46,11 @@ def alternate(functions: dict[str, Callable[[], object]], runs: int, least_secon
 
 def finish(benchmark: str, options: argparse.Namespace, measures: dict[str, dict[str, Any]], wrong: list[str]) -> int:
     """Print the table or the object; the exit code says whether all answers were equal."""
+    where = {**machine(), "threads": options.threads}
     if options.json:
-        print(json.dumps({"benchmark": benchmark, "commit": code_version(), "machine": machine(), "wrong_answers": len(wrong), "measures": measures}))
+        print(json.dumps({"benchmark": benchmark, "commit": code_version(), "machine": where, "wrong_answers": len(wrong), "measures": measures}))
     else:
-        print(f"{benchmark}: {machine()}")
+        print(f"{benchmark}: {where}")
         print(f"{'measure':44} {'value':>10} {'unit':12} {'at least':>8} {'aim':>6}  baseline")
         for name, entry in measures.items():
             bound, aim = entry.get("at_least", ""), entry.get("aim", "")

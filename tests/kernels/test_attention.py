@@ -119,6 +119,13 @@ def test_every_instruction_set_attends_like_the_reference(instructions, lengths,
     torch.testing.assert_close(beam_attention(*arguments), beam_attention.reference(*(x.double() if x.is_floating_point() else x for x in arguments)).float())
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, -0x3FFFFF])
+def test_what_is_not_a_number_stays_visible(instructions, bits):
+    q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors = beams([70], 5, 1, 2, 1, 16)
+    prompt_k.view(torch.int32)[66, 0, 3] = bits
+    assert bool(beam_attention(q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors).isnan().all())
+
+
 def test_views_are_read_where_they_lie(instructions):
     q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors = beams([70, 9], 6, 2, 4, 2, 24)
     expected = beam_attention.reference(q, prompt_k, prompt_v, offsets, own_k, own_v, ancestors)

@@ -93,7 +93,10 @@ def test_wide_beams_visit_few_candidates(instructions):
         assert ours.visited < 0.03 * 256 * 512 and ours.visited < 0.1 * ours.children
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+ODD_NAN = torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32)  # with a payload, as damaged weights may have
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, ODD_NAN])
 @pytest.mark.parametrize("among_children", [False, True])
 def test_logits_that_are_not_numbers_are_refused_where_a_beam_lives(instructions, bad, among_children):
     for place in (0, 7, 36):
@@ -107,6 +110,20 @@ def test_logits_that_are_not_numbers_are_refused_where_a_beam_lives(instructions
         for function in (beam_select, beam_select.reference):
             with pytest.raises(FloatingPointError, match="not finite"):
                 function(logits, *arguments[1:], among_children)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_nodes_without_children_end(instructions, filtered):
+    logits = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(0))
+    offsets = torch.tensor([0, 0, 2, 2, 5, 5])  # the first, the middle and the last node are bare
+    counts, nothing = torch.arange(6, dtype=torch.int32)[None], torch.zeros(0, dtype=torch.int64)
+    leaves = AllowedLeaves(offsets, torch.arange(6), counts, torch.tensor([0]), nothing, torch.tensor([0])) if filtered else None
+    beams = (torch.tensor([[0, 1, 3, 4]]), torch.tensor([4]), torch.zeros(1, 4, dtype=torch.float64), torch.tensor([9]))
+    arguments = (logits, *beams, offsets, torch.tensor([1, 4, 0, 2, 5]), leaves)
+    assert_same(beam_select(*arguments), beam_select.reference(*arguments))
+    for function in (beam_select, beam_select.reference):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            function(*arguments, True)
 
 
 def test_shorter_types_are_widened(instructions):

@@ -20,6 +20,8 @@ def test_extreme_gates_and_what_is_not_a_number() -> None:
     y = silu_product(gate, torch.ones(8))
     torch.testing.assert_close(y[:-1], torch.tensor([0.0, 0.0, 90.0, 0.0, 3e38, 0.0, torch.inf]), rtol=1e-6, atol=1e-30)
     assert y[-1].isnan()
+    odd = torch.tensor([0x7FC00001, -0x3FFFFF] * 40, dtype=torch.int32).view(torch.float32)  # as damaged weights may have them
+    assert bool(silu_product(odd, torch.ones(80)).isnan().all())
 
 
 def test_shapes_that_differ_are_refused() -> None:

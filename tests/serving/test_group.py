@@ -1,6 +1,7 @@
 """Groups of real searches: rounds interleaved, requests that leave, narrow and wide ones together, prompts that are kept."""
 
 import time
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -107,6 +108,22 @@ def test_a_returning_user_has_only_the_new_items_read_and_gets_the_same_answer(b
     same(neighbour, alone(bundle, Query(("i9",))))
     assert Prepared.of(bundle, Query(longer, user="ann")).tokens == 1
     same(finish(begin(bundle, [Query(("i4", "i1"), user="ann")]))[0], alone(bundle, Query(("i4", "i1"))))
+
+
+@pytest.mark.parametrize("meanwhile", ["dropped", "replaced"])
+def test_a_query_that_waits_holds_no_prompt_that_the_cache_gave_away(bundle, meanwhile):
+    query = Query(tuple(f"i{number}" for number in range(8)), user="ann")
+    finish(begin(bundle, [query]))
+    waiting = begin(bundle, [query])
+    prompt = ref(bundle.prompts.get("ann"))
+    assert waiting.next_rows() == 1 and prompt() is not None
+    if meanwhile == "dropped":
+        bundle.prompts.drop("ann")
+    else:
+        finish(begin(bundle, [Query(query.history[:6], user="ann")]))
+    assert prompt() is None
+    same(finish(waiting)[0], alone(bundle, query))
+    assert waiting.requests[0].tokens == {"dropped": 25, "replaced": 6}[meanwhile]
 
 
 def test_a_changed_availability_is_searched_again_a_few_times_and_then_left_out(bundle):

@@ -241,3 +241,17 @@ def test_the_search_can_be_driven_from_outside():
     while (extension := search.select(logits)) is not None:
         logits = model.step(state, search.level, *extension)
     assert torch.equal(search.hits().rows_RW, beam_search(model, trie, prompt, offsets, 8).rows_RW)
+
+
+def test_masks_of_a_catalog_are_not_made_or_copied_for_a_search():
+    _, trie = catalog(0, 40, (4, 5, 6))
+    assert torch.equal(trie.every_item, trie.prefix_counts(np.ones(40, dtype=bool))) and trie.every_item is trie.every_item
+    assert ItemFilter.build(trie, [trie.every_item], [0, 0], [[1], []]).counts_BN1.data_ptr() == trie.every_item.data_ptr()
+
+
+def test_a_search_may_lose_all_its_requests():
+    _, trie = catalog(0, 40, (4, 5, 6))
+    search = Search(trie, [3, 9])
+    assert search.select(torch.zeros(2, 4)) is not None
+    search.keep([])
+    assert search.counts == ()

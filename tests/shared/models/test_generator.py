@@ -118,6 +118,15 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, keep: int) -> None:
         Generator.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("index", ["", '{"weight_map": ', "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../model.safetensors"}}'])
+def test_an_index_cut_short_or_pointing_elsewhere_is_refused_by_name(tmp_path: Path, index: str) -> None:
+    tiny().save_pretrained(tmp_path / "folder")
+    (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(Corrupt, match=r"index\.json"):
+        Generator.from_pretrained(tmp_path / "folder")
+
+
 def test_foreign_and_incomplete_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"config\.json does not exist"):
         Generator.from_pretrained(tmp_path)
@@ -135,6 +144,7 @@ def test_foreign_and_incomplete_folders_are_refused_with_the_reason(tmp_path: Pa
     refused(Corrupt, "hidden_size", hidden_size="absent")
     refused(Corrupt, "missing model.layers.2", num_hidden_layers=3)
     refused(Corrupt, "instead of", intermediate_size=48)
+    refused(Corrupt, "ZeroDivision", num_attention_heads=0, num_key_value_heads=0)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(Corrupt, match="is not JSON"):
         Generator.from_pretrained(tmp_path)

@@ -175,6 +175,26 @@ def test_a_request_never_holds_more_than_it_reserved_and_nothing_after_its_end(r
     assert (pool.in_use_bytes, pool.leases, pool.high_water_bytes) == (0, 0, sum(needed))
 
 
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_stores_of_leased_memory_are_made_once_however_the_beams_grow(narrowed: bool) -> None:
+    decoder, pool = GeneratorDecoder(make()), KVPool(10**6)
+    player = Player(decoder.generator, 0)
+    prompts, widths = [player.prompt(2), player.prompt(1)], [5, 6]
+    leases = [pool.reserve(decoder.kv_bytes(len(prompt), width)) for prompt, width in zip(prompts, widths, strict=True)]
+    _, state = decoder.begin(*pack(prompts), leases=leases)
+    decoder.step(state, 1, *player.beams([1, 1], [1, 2], 1), [1, 2])
+    before = [1, 2]
+    if narrowed:
+        decoder.keep(state, [1])
+        prompts, widths, before, leases = prompts[1:], widths[1:], [2], leases[1:]
+    store = state.own_L2CGd
+    assert state.prompt_L2TGd.nbytes + store.nbytes == sum(lease.num_bytes for lease in leases)
+    for level in (2, 3):
+        decoder.step(state, level, *player.beams(before, widths, level), widths)
+        before = widths
+    assert state.own_L2CGd is store
+
+
 def test_more_than_the_lease_is_refused() -> None:
     decoder = GeneratorDecoder(make())
     pool = KVPool(10**6)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantide.shared.decoding.early_termination import best_by_heap, best_by_threshold
+from .sorted_lists import best_by_heap, best_by_threshold
 
 
 def everything(before, lists, width):

@@ -1,7 +1,7 @@
-"""The best of many sorted lists without looking at most of them: early termination with a heap, and its vectorised form with a threshold.
+"""The best of many sorted lists without looking at most of them: early termination as it was published, with a heap, and vectorised with a threshold.
 
 Here every beam comes with its codes already sorted, as a model's top-k gives them, and no item trie says which are allowed.
-``kernels/beam_select.py`` is what the search itself uses: it needs no sorted lists and looks at children alone.
+``kernels/beam_select.py``, which stands beside it in the benchmark, needs no sorted lists, and sorting costs more than all that it does.
 Both are exact; of equal scores the earlier beam comes first, then the earlier place in its list.
 Source: early sorting termination of xGR (arXiv 2512.11529); the threshold form is ours.
 Legend: W beams, K sorted log-probabilities of a beam, N chosen.
