@@ -271,14 +271,13 @@ class Group:
                 answers.append(SearchAgain())
             else:
                 answers.append(_without(found, after, withdrawn) if withdrawn else found)
-        self._remember()
         return answers
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Keep the users' prompts for the next time."""
         prompts = self._bundle.prompts
         for place, request in enumerate(self.requests):
-            if request.query.user is not None and prompts.budget_bytes:
+            if request.query.user is not None and prompts.budget_bytes and not request.query.only_new:
                 prompts.put(request.query.user, self._state.prompt_kv(place), self._state.read_R[place])
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic
+from typing import Any, Generic, NamedTuple
 
 from semantide.services.serving.admission import Admission, GroupBounds
 from semantide.services.serving.narrowing import Narrowing
@@ -50,6 +50,13 @@ class _Group(Generic[Q, P, A]):
         self.tickets, self.leases, self.urgency = tickets, leases, urgency
         self.requests = len(tickets)
         self.rows_left = sum(ticket.work.rows for ticket in tickets)
+
+
+class _Task(NamedTuple):
+    """Work that a thread took, and the requests that it is for."""
+
+    work: Callable[[], None]
+    tickets: Sequence[Ticket[Any, Any, Any]]
 
 
 class Scheduler(Generic[Q, P, A]):
@@ -124,7 +131,7 @@ class Scheduler(Generic[Q, P, A]):
     def submit(self, query: Q) -> Future[tuple[A, Passage]]:
         """Queue a request. To give it up, cancel the future.
 
-        Raises: Overloaded when the queue is full; TransientError when the scheduler stops.
+        Raises: Overloaded when the queue is full or the wait would be longer than the deadline; TransientError when the scheduler stops.
         """
         now = self._clock()
         ticket: Ticket[Q, P, A] = Ticket(query, now, now + self._deadline)
@@ -133,9 +140,11 @@ class Scheduler(Generic[Q, P, A]):
                 raise TransientError("this server is stopping: send the request again")
             if self.depth() >= self._max_queue:
                 self._forget_cancelled()
-            if (depth := self.depth()) >= self._max_queue:
-                wait = min(max(1.0, self._expected_wait()), 30.0)
-                raise Overloaded(f"{depth} requests wait already: try again in {wait:.0f} s, or add serving processes", wait)
+            wait = self._expected_wait() * self._narrowing.share
+            # Who would be too late hears it now, not at the deadline.
+            if (depth := self.depth()) >= self._max_queue or wait > self._deadline:
+                pause = min(max(1.0, wait if depth >= self._max_queue else wait - self._deadline), 30.0)
+                raise Overloaded(f"{depth} requests wait already, for about {wait:.0f} s: try again in {pause:.0f} s, or add serving processes", pause)
             self._arrived.append(ticket)
             (self._work if self._idle_workers else self._desk).notify()
         return ticket.future
@@ -148,16 +157,19 @@ class Scheduler(Generic[Q, P, A]):
             self._do(task)
 
     def _run_desk(self) -> None:
+        self._on_worker()  # it copies tensors now and then, and may not take the workers' cores for that
         while (task := self._next_for_desk()) is not None:
             self._do(task)
 
-    def _do(self, task: Callable[[], None]) -> None:
+    def _do(self, task: _Task) -> None:
         try:
-            task()
-        except Exception:  # a fault of ours: whoever waits is told at the deadline, and the thread goes on
+            task.work()
+        except Exception as error:  # a fault of ours: whoever waits is told, and the thread goes on
             logger("serving").error("a task of the scheduler failed", exc_info=True)
+            for ticket in task.tickets:
+                ticket.fail(error)
 
-    def _next_for_worker(self) -> Callable[[], None] | None:
+    def _next_for_worker(self) -> _Task | None:
         with self._work:
             while True:
                 task = self._take_round() or self._take_desk_work()
@@ -170,7 +182,7 @@ class Scheduler(Generic[Q, P, A]):
                 self._work.wait()
                 self._idle_workers -= 1
 
-    def _next_for_desk(self) -> Callable[[], None] | None:
+    def _next_for_desk(self) -> _Task | None:
         with self._desk:
             while True:
                 # With a worker idle there is nothing to overlap with, and handing the request over would cost more than the work.
@@ -196,19 +208,19 @@ class Scheduler(Generic[Q, P, A]):
         elif self._arrived or self._done:
             self._desk.notify()
 
-    def _take_desk_work(self) -> Callable[[], None] | None:
+    def _take_desk_work(self) -> _Task | None:
         if self._done:
             group = self._done.popleft()
             self._wake_one()
-            return lambda: self._answer(group)
+            return _Task(lambda: self._answer(group), group.tickets)
         if self._arrived and len(self._ready) + self._assembling < self._max_ready:
             taken = [self._arrived.popleft() for _ in range(min(len(self._arrived), self._bounds.requests))]
             self._assembling += len(taken)
             self._wake_one()
-            return lambda: self._assemble(taken)
+            return _Task(lambda: self._assemble(taken), taken)
         return None
 
-    def _take_round(self) -> Callable[[], None] | None:
+    def _take_round(self) -> _Task | None:
         """The most urgent round: of a group under way, or the first of a new one."""
         group = min(self._paused, key=lambda paused: paused.urgency, default=None)
         while self._ready and (group is None or self._ready.urgency < group.urgency):
@@ -224,12 +236,12 @@ class Scheduler(Generic[Q, P, A]):
             self._rows_under_way += begun.rows_left
             self._requests_under_way += begun.requests
             self._wake_one()
-            return lambda: self._begin(begun, share)
+            return _Task(lambda: self._begin(begun, share), begun.tickets)
         if group is None:
             return None
         self._paused.remove(group)
         self._wake_one()
-        return lambda: self._advance(group)
+        return _Task(lambda: self._advance(group), group.tickets)
 
     def _dropped(self, ticket: Ticket[Q, P, A], now: float) -> bool:
         if ticket.cancelled:
@@ -358,7 +370,6 @@ class Scheduler(Generic[Q, P, A]):
             group.run.close()
             self._failed(group, error)
             return
-        group.run.close()
         end = self._clock()
         again = []
         for ticket, outcome in zip(group.tickets, answers, strict=True):
@@ -370,6 +381,11 @@ class Scheduler(Generic[Q, P, A]):
                 ticket.fail(outcome)
             else:
                 ticket.succeed(outcome)
+        try:
+            group.run.remember()
+        except Exception:
+            logger("serving").error("what might have helped the next time is not kept", exc_info=True)
+        group.run.close()
         self._leave(group, again)
         self._watcher.answered(group.run, [ticket.passage() for ticket in group.tickets])
 

@@ -74,6 +74,10 @@ class Run(Protocol[A_co]):
         """One for each request, after the last round."""
         ...
 
+    def remember(self) -> None:
+        """Keep what may help the next time; called once the answers are handed out."""
+        ...
+
     def close(self) -> None:
         """Give back all that was held; called once, whatever happened."""
         ...

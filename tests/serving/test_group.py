@@ -33,6 +33,7 @@ def finish(group):
     while group.advance():
         pass
     found = group.answers()
+    group.remember()
     group.close()
     return found
 

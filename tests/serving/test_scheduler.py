@@ -88,6 +88,12 @@ class JobRun:
                 found.append(f"answer of {job.name}")
         return found
 
+    def remember(self):
+        assert not self.closed
+        self.world.remembered.extend(job.name for job in self.jobs)
+        if any(job.fails == "remember" for job in self.jobs):
+            raise ValueError("cannot remember")
+
     def close(self):
         self.closed += 1
         assert self.closed == 1, "closed twice"
@@ -100,6 +106,7 @@ class Jobs:
 
     def __init__(self, gate=lambda names, number: None):
         self.log, self.pool, self.gate = Log(), KVPool(1000), gate
+        self.remembered = []
 
     def assemble(self, jobs):
         self.log.assembled.append([job.name for job in jobs])
@@ -312,6 +319,59 @@ def test_a_request_that_memory_never_suffices_for_is_refused_and_others_go_on(st
     with pytest.raises(Exception, match="the budget is 1000"):
         scheduler.submit(Job("huge", 5000)).result(5)
     assert scheduler.submit(Job("small")).result(5)[0] == "answer of small"
+
+
+def test_what_is_kept_for_the_next_time_delays_and_fails_nobody(started):
+    gate, stages, scheduler, first = held(started)
+    remembering, goes_on = threading.Event(), threading.Event()
+
+    class Slow(list):
+        def extend(self, names):
+            remembering.set()
+            assert goes_on.wait(5)
+            super().extend(names)
+
+    stages.remembered = Slow()
+    both = [scheduler.submit(Job("x")), scheduler.submit(Job("y", fails="remember"))]
+    wait_until(lambda: len(scheduler._ready) == 2)
+    first.cancel()
+    gate.open()
+    assert [future.result(5)[0] for future in both] == ["answer of x", "answer of y"]
+    assert remembering.wait(5) and stages.remembered == []
+    goes_on.set()
+    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
+    wait_until(lambda: stages.remembered == ["x", "y", "next"])
+
+
+def test_a_fault_of_the_scheduler_itself_is_told_to_whoever_waits(started, monkeypatch):
+    scheduler = started(Jobs())
+    monkeypatch.setattr(scheduler._pace, "learn", lambda rows, seconds: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.submit(Job("x")).result(5)
+    monkeypatch.undo()
+    assert scheduler.submit(Job("y")).result(5)[0] == "answer of y"
+    scheduler._running = scheduler._requests_under_way = scheduler._rows_under_way = 0
+    scheduler._stages.pool.__init__(1000)
+
+
+def test_who_would_be_too_late_is_refused_at_once(started):
+    gate, _, scheduler, first = held(started, deadline_seconds=2.0, bounds=GroupBounds(requests=1))
+    futures, refused = [], None
+    for number in range(2_000):
+        try:
+            futures.append(scheduler.submit(Job(str(number), 50)))
+        except Overloaded as error:
+            refused = error
+            break
+        if number % 50 == 0:
+            time.sleep(0.001)  # some are assembled, so that what they cost is known
+    assert refused is not None and 1 <= refused.retry_after_seconds <= 30 and "requests wait already" in str(refused)
+    for future in futures:
+        future.cancel()
+    gate.open()
+    first.result(5)
+    wait_until(lambda: scheduler.depth() == 0)
+    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
 
 
 def test_what_has_to_be_searched_again_is(started):
