@@ -70,7 +70,7 @@ class Service:
         self.registry = Registry(broker)
         self._histories = Histories(connect(settings.redis_url, check=False, patience_seconds=_LOOK_UP_SECONDS), settings.history_length, settings.history_ttl_seconds)
         self.availability = AvailabilityWatch(Availability(broker))
-        self.pages = Pages(broker, settings.serving_cursor_seconds)
+        self.pages = Pages(broker, settings.serving_cursor_seconds, settings.serving_cursor_bytes)
         self.pool = KVPool(settings.serving_kv_bytes)
         self.narrowing = Narrowing(settings.serving_narrowing_seconds)
         self.meters = Meters(self)
@@ -106,7 +106,7 @@ class Service:
     def ready(self) -> tuple[bool, str]:
         """Whether requests can be answered; a stack that has no model yet counts as ready."""
         status = self.swapper.status
-        if self.swapper.bundle is not None:
+        if self.swapper.bundle is not None and self.swapper.settled:
             return True, f"serving {self.swapper.bundle.pair.model}"
         if status.error:
             return False, f"serving: the live model cannot be loaded ({status.error}): promote another one"
