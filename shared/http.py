@@ -31,6 +31,7 @@ from semantide.shared.telemetry import logger, metrics_page
 from semantide.shared.version import code_version
 
 __all__ = [
+    "OUR_FAULTS",
     "APIRouter",
     "Body",
     "Depends",
@@ -76,11 +77,19 @@ def _sent_by_another_site(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     return basic and scope["method"] not in ("GET", "HEAD") and headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
 
 
+class _ErrorAnswer(JSONResponse):
+    """An error may quote anything that a caller sent. Half of a surrogate pair, which UTF-8 cannot say, is escaped as JSON does."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
 def _error(status: int, kind: str, message: str, details: Any = None, headers: dict[str, str] | None = None) -> JSONResponse:
     body: dict[str, Any] = {"type": kind, "message": message}
     if details is not None:
         body["details"] = details
-    return JSONResponse({"error": body}, status_code=status, headers=headers)
+    return _ErrorAnswer({"error": body}, status_code=status, headers=headers)
 
 
 class Gate:
