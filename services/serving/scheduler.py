@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 from semantide.services.serving.admission import Admission, GroupBounds
@@ -212,12 +213,12 @@ class Scheduler(Generic[Q, P, A]):
         if self._done:
             group = self._done.popleft()
             self._wake_one()
-            return _Task(lambda: self._answer(group), group.tickets)
+            return _Task(partial(self._answer, group), group.tickets)
         if self._arrived and len(self._ready) + self._assembling < self._max_ready:
             taken = [self._arrived.popleft() for _ in range(min(len(self._arrived), self._bounds.requests))]
             self._assembling += len(taken)
             self._wake_one()
-            return _Task(lambda: self._assemble(taken), taken)
+            return _Task(partial(self._assemble, taken), taken)
         return None
 
     def _take_round(self) -> _Task | None:
@@ -236,12 +237,12 @@ class Scheduler(Generic[Q, P, A]):
             self._rows_under_way += begun.rows_left
             self._requests_under_way += begun.requests
             self._wake_one()
-            return _Task(lambda: self._begin(begun, share), begun.tickets)
+            return _Task(partial(self._begin, begun, share), begun.tickets)
         if group is None:
             return None
         self._paused.remove(group)
         self._wake_one()
-        return _Task(lambda: self._advance(group), group.tickets)
+        return _Task(partial(self._advance, group), group.tickets)
 
     def _dropped(self, ticket: Ticket[Q, P, A], now: float) -> bool:
         if ticket.cancelled:

@@ -68,7 +68,9 @@ class Service:
         self._settings, self._store = settings, store
         self._pause_until = 0.0
         self.registry = Registry(broker)
-        self._histories = Histories(connect(settings.redis_url, check=False, patience_seconds=_LOOK_UP_SECONDS), settings.history_length, settings.history_ttl_seconds)
+        self._histories = Histories(
+            connect(settings.redis_url, check=False, patience_seconds=_LOOK_UP_SECONDS), settings.history_length, settings.history_ttl_seconds
+        )
         self.availability = AvailabilityWatch(Availability(broker))
         self.pages = Pages(broker, settings.serving_cursor_seconds, settings.serving_cursor_bytes)
         self.pool = KVPool(settings.serving_kv_bytes)

@@ -117,8 +117,8 @@ def test_evaluation_ranks_what_is_served(bundle, seen):
     histories = [rng.integers(0, 200, length) for length in (1, 5, 19, 20, 21, 40, 300)]
     names = [tuple(f"i{row}" for row in catalog_rows[history]) for history in histories]
     served = ask(bundle, *(Query(history=items, n=10, width=50, excluded=items if seen else ()) for items in names))
-    for row, answer in zip(ranker.rank(histories, 10, seen), served, strict=True):
-        assert [f"i{catalog_rows[item]}" for item in row] == [hit.item for hit in answer.items]
+    for row, found in zip(ranker.rank(histories, 10, seen), served, strict=True):
+        assert [f"i{catalog_rows[item]}" for item in row] == [hit.item for hit in found.items]
 
 
 def test_no_history_is_the_unconditional_ranking(bundle):

@@ -135,7 +135,9 @@ def test_an_unreadable_stored_history_fails_its_user_alone(server, world):
     for _ in range(3):
         replies = asyncio.run(storm(server.url, bodies))
         assert [reply.status for reply in replies] == [200] * 4 + [500] + [200] * 4 + [500, 200]
-        assert all(f"semantide:history:{body['user']}" in reply.body["error"]["message"] for body, reply in zip(bodies, replies, strict=True) if reply.status == 500)
+        assert all(
+            f"semantide:history:{body['user']}" in reply.body["error"]["message"] for body, reply in zip(bodies, replies, strict=True) if reply.status == 500
+        )
     idle(server)
 
 
