@@ -162,14 +162,16 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take the connections that wait to be taken, close the port, give what was taken a moment to send its request; then as usual."""
-        loop = asyncio.get_running_loop()
+        waiting = []
         for server in self.servers:
-            for listening in [each.dup() for each in server.sockets]:
-                server.close()  # the loop takes no more, the system keeps the port as long as the copy is open
-                with listening, suppress(BlockingIOError):
+            ports = [each.dup() for each in server.sockets]
+            server.close()  # the loop takes no more, the system keeps a port as long as the copy is open
+            for port in ports:
+                with port, suppress(BlockingIOError):
                     while True:
-                        connection, _ = listening.accept()
-                        await loop.connect_accepted_socket(self._protocol, connection)
+                        waiting.append(port.accept()[0])
+        for connection in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
         await asyncio.sleep(_LAST_CALL_SECONDS)
         await super().shutdown(sockets)
 
