@@ -41,8 +41,8 @@ def connect(url: str, *, check: bool = True, patience_seconds: float | None = No
     if not url:
         raise BrokerUnavailable("no broker address: set SEMANTIDE_REDIS_URL (redis://host:port/0), or let `semantide up` start one")
     try:
-        # Once more at least: the connection may have been idle for so long that the broker closed it.
-        retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 5) if patience_seconds is None else Retry(NoBackoff(), 1)
+        # The impatient try once more too: a connection may have been idle for so long that the broker closed it.
+        retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 5) if patience_seconds is None else Retry(NoBackoff(), 1, (redis.ConnectionError,))
         client = redis.Redis.from_url(
             url, socket_connect_timeout=patience_seconds or 5, socket_timeout=patience_seconds or 30, health_check_interval=15, retry=retry
         )

@@ -37,7 +37,7 @@ from semantide.shared.models.quantised import Weights
 _POLL_SECONDS = 0.1
 _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
-_LOOK_UP_SECONDS = 0.5  # of a look-up: requests with a history of their own wait for it too
+_LOOK_UP_SECONDS = 1.0  # of a look-up: requests with a history of their own wait for it too
 
 
 def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:

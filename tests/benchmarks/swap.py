@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from machine import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "serving"))
 
@@ -41,14 +40,6 @@ SHAPES: dict[bool, dict[str, int]] = {
     False: {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "head_dim": 32, "intermediate_size": 256},
     True: {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 128},
 }
-
-
-def machine() -> dict[str, Any]:
-    """What these numbers were taken on."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor()
-    )
-    return {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
 
 
 class Bench:

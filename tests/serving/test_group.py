@@ -110,6 +110,16 @@ def test_a_returning_user_has_only_the_new_items_read_and_gets_the_same_answer(b
     same(finish(begin(bundle, [Query(("i4", "i1"), user="ann")]))[0], alone(bundle, Query(("i4", "i1"))))
 
 
+def test_two_searches_with_one_prompt_read_it_once(bundle):
+    history = tuple(f"i{number}" for number in range(8))
+    queries = [Query(history, user="ann"), Query(("i3",)), Query(history, n=5, excluded=("i9",), width=20, user="ann")]
+    group = begin(bundle, queries)
+    assert group.next_rows() == 25 + 4 + 1
+    for query, found in zip(queries, finish(group), strict=True):
+        same(found, alone(bundle, query))
+    assert (group.tokens_read, group.prompt_tokens) == (30, 54)
+
+
 def test_a_changed_availability_is_searched_again_a_few_times_and_then_left_out(bundle):
     best = alone(bundle, Query(n=5)).items
     version = [0]
