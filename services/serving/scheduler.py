@@ -26,8 +26,7 @@ from typing import Any, Generic, NamedTuple
 from semantide.services.serving.admission import Admission, GroupBounds
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pace import Pace
-from semantide.services.serving.ticket import A, P, Passage, Q, Run, SearchAgain, Stages, Ticket, Watcher
-from semantide.shared.decoding.kv_pool import KVLease
+from semantide.services.serving.ticket import A, Begun, P, Passage, Q, SearchAgain, Stages, Ticket, Watcher
 from semantide.shared.errors import TransientError
 from semantide.shared.telemetry import logger
 
@@ -40,17 +39,6 @@ class Overloaded(TransientError):
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-
-
-class _Group(Generic[Q, P, A]):
-    """Requests that begin together. ``tickets`` stand in the order of the run's requests."""
-
-    run: Run[A]
-
-    def __init__(self, tickets: list[Ticket[Q, P, A]], leases: list[KVLease], urgency: float) -> None:
-        self.tickets, self.leases, self.urgency = tickets, leases, urgency
-        self.requests = len(tickets)
-        self.rows_left = sum(ticket.work.rows for ticket in tickets)
 
 
 class _Task(NamedTuple):
@@ -89,13 +77,13 @@ class Scheduler(Generic[Q, P, A]):
         self._work, self._desk = threading.Condition(lock), threading.Condition(lock)
         self._arrived: deque[Ticket[Q, P, A]] = deque()
         self._ready: Admission[Q, P, A] = Admission(stages, self._bounds, self._dropped)
-        self._paused: list[_Group[Q, P, A]] = []
-        self._done: deque[_Group[Q, P, A]] = deque()
+        self._paused: list[Begun[Q, P, A]] = []
+        self._done: deque[Begun[Q, P, A]] = deque()
         self._assembling = 0
         self._running = 0
         self._rows_under_way = self._requests_under_way = 0
         self._idle_workers = 0
-        self._stopping = False
+        self._stopping = self._some_left = False
         self._pace = Pace()
         self._workers = workers
         self._threads = [threading.Thread(target=self._run_worker, name=f"serving-worker-{number}", daemon=True) for number in range(workers)]
@@ -139,13 +127,15 @@ class Scheduler(Generic[Q, P, A]):
         with self._work:
             if self._stopping:
                 raise TransientError("this server is stopping: send the request again")
-            if self.depth() >= self._max_queue:
+            if self.depth() >= self._max_queue and self._some_left:
+                self._some_left = False
                 self._forget_cancelled()
             wait = self._expected_wait() * self._narrowing.share
             # Who would be too late hears it now, not at the deadline.
             if (depth := self.depth()) >= self._max_queue or wait > self._deadline:
                 pause = min(max(1.0, wait if depth >= self._max_queue else wait - self._deadline), 30.0)
                 raise Overloaded(f"{depth} requests wait already, for about {wait:.0f} s: try again in {pause:.0f} s, or add serving processes", pause)
+            ticket.future.add_done_callback(self._note_left)
             self._arrived.append(ticket)
             (self._work if self._idle_workers else self._desk).notify()
         return ticket.future
@@ -232,7 +222,7 @@ class Scheduler(Generic[Q, P, A]):
             if not admitted[0]:
                 continue
             share = self._narrowing.decide(self._expected_wait())
-            begun = _Group[Q, P, A](*admitted, urgency)
+            begun = Begun[Q, P, A](*admitted, urgency)
             self._running += 1
             self._rows_under_way += begun.rows_left
             self._requests_under_way += begun.requests
@@ -257,6 +247,9 @@ class Scheduler(Generic[Q, P, A]):
             )
             return True
         return False
+
+    def _note_left(self, future: Future[tuple[A, Passage]]) -> None:
+        self._some_left = self._some_left or future.cancelled()
 
     def _forget_cancelled(self) -> None:
         self._arrived = deque(ticket for ticket in self._arrived if not ticket.cancelled)
@@ -305,7 +298,7 @@ class Scheduler(Generic[Q, P, A]):
         else:
             self._wake_one()
 
-    def _begin(self, group: _Group[Q, P, A], share: float) -> None:
+    def _begin(self, group: Begun[Q, P, A], share: float) -> None:
         start = self._clock()
         for ticket in group.tickets:
             ticket.note("wait", ticket.since, start)
@@ -318,7 +311,7 @@ class Scheduler(Generic[Q, P, A]):
             return
         self._advance(group)
 
-    def _advance(self, group: _Group[Q, P, A]) -> None:
+    def _advance(self, group: Begun[Q, P, A]) -> None:
         try:
             self._drop_from(group)
             if not group.tickets:
@@ -343,7 +336,7 @@ class Scheduler(Generic[Q, P, A]):
                 self._done.append(group)
             self._after()
 
-    def _drop_from(self, group: _Group[Q, P, A]) -> None:
+    def _drop_from(self, group: Begun[Q, P, A]) -> None:
         """Free the work of those who left or came too late."""
         now = self._clock()
         kept = [place for place, ticket in enumerate(group.tickets) if not self._dropped(ticket, now)]
@@ -352,7 +345,7 @@ class Scheduler(Generic[Q, P, A]):
             if kept:
                 group.run.keep(kept)
 
-    def _failed(self, group: _Group[Q, P, A], error: Exception) -> None:
+    def _failed(self, group: Begun[Q, P, A], error: Exception) -> None:
         """One request alone is the cause; of several each gets a try of its own."""
         if len(group.tickets) == 1:
             group.tickets[0].fail(error)
@@ -362,7 +355,7 @@ class Scheduler(Generic[Q, P, A]):
             ticket.alone, ticket.since = True, self._clock()
         self._leave(group, group.tickets)
 
-    def _answer(self, group: _Group[Q, P, A]) -> None:
+    def _answer(self, group: Begun[Q, P, A]) -> None:
         start = self._clock()
         try:
             answers = group.run.answers()
@@ -390,7 +383,7 @@ class Scheduler(Generic[Q, P, A]):
         self._leave(group, again)
         self._watcher.answered(group.run, [ticket.passage() for ticket in group.tickets])
 
-    def _leave(self, group: _Group[Q, P, A], again: Sequence[Ticket[Q, P, A]] = ()) -> None:
+    def _leave(self, group: Begun[Q, P, A], again: Sequence[Ticket[Q, P, A]] = ()) -> None:
         """A group is over; some of its requests may be tried again."""
         with self._work:
             self._running -= 1

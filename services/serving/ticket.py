@@ -161,3 +161,14 @@ class Ticket(Generic[Q, P, A]):
             self.future.set_exception(error)
         except InvalidStateError:
             pass
+
+
+class Begun(Generic[Q, P, A]):
+    """Requests that begin together. ``tickets`` stand in the order of the run's requests."""
+
+    run: Run[A]
+
+    def __init__(self, tickets: list[Ticket[Q, P, A]], leases: list[KVLease], urgency: float) -> None:
+        self.tickets, self.leases, self.urgency = tickets, leases, urgency
+        self.requests = len(tickets)
+        self.rows_left = sum(ticket.work.rows for ticket in tickets)
