@@ -131,9 +131,10 @@ class Scheduler(Generic[Q, P, A]):
                 self._some_left = False
                 self._forget_cancelled()
             wait = self._expected_wait() * self._narrowing.share
-            # Who would be too late hears it now, not at the deadline.
-            if (depth := self.depth()) >= self._max_queue or wait > self._deadline:
-                pause = min(max(1.0, wait if depth >= self._max_queue else wait - self._deadline), 30.0)
+            # Who would be too late hears it now, not at the deadline; that others have waited for long says that it is no mere burst.
+            late = wait > self._deadline and bool(self._arrived) and now - self._arrived[0].arrived > self._deadline / 4
+            if (depth := self.depth()) >= self._max_queue or late:
+                pause = min(max(1.0, wait - self._deadline if late else wait), 30.0)
                 raise Overloaded(f"{depth} requests wait already, for about {wait:.0f} s: try again in {pause:.0f} s, or add serving processes", pause)
             ticket.future.add_done_callback(self._note_left)
             self._arrived.append(ticket)
