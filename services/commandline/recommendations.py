@@ -22,6 +22,9 @@ def recommend(
     category: Annotated[list[str] | None, typer.Option(help="Only items of any of these categories; repeat it")] = None,
     every_category: Annotated[list[str] | None, typer.Option(help="Only items of all of these categories; repeat it")] = None,
     variety: Annotated[float, typer.Option(help="For a user without history: draw among the beams at this temperature; 0 takes the best")] = 0.0,
+    conditional_scores: Annotated[
+        bool, typer.Option("--conditional-scores", help="Probabilities among the catalog's codes only, so that all items' sum to 1")
+    ] = False,
     depth: Annotated[int | None, typer.Option(help="Rank so many items and show them n at a time; the answer names the cursor of the next page")] = None,
     cursor: Annotated[str | None, typer.Option(help="Show the next page of a ranking; at most --n goes with it")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show codes, their log-probabilities and the nearest items of the history")] = False,
@@ -36,6 +39,7 @@ def recommend(
     optional: dict[str, Any] = {"user": user, "history": history or None, "n": n, "beam_width": beam_width, "exclude_ids": exclude, "variety": variety or None}
     optional |= {"categories_any": category, "categories_all": every_category, "depth": depth, "cursor": cursor, "split_by": split_by, "variant": variant}
     optional |= {"exclude_seen": exclude_seen or None, "explain": explain or None, "explore": None if explore else False}
+    optional |= {"conditional_scores": conditional_scores or None}
     answer = Client(Settings()).post("/v1/recommendations", {name: value for name, value in optional.items() if value is not None})
     if as_json:
         display.as_json(answer)

@@ -81,7 +81,7 @@ class Admission(Generic[Q, P, A]):
                 continue
             work = ticket.work
             small = beams + work.beams <= bounds.beams and tokens + work.tokens <= bounds.tokens
-            if taken and not (small and not ticket.alone and work.family is taken[0].work.family):
+            if taken and not (small and not ticket.alone and work.family == taken[0].work.family):
                 passed.append(entry)
                 continue
             try:

@@ -271,6 +271,7 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
         categories_any=tuple(sorted(set(body.categories_any))),
         categories_all=tuple(sorted(set(body.categories_all))),
         variety=body.variety,
+        conditional=body.conditional_scores,
     )
 
 

@@ -60,6 +60,11 @@ class RecommendationRequest(Body):
         description="Where no known history is there to continue: draw the n items among the found beams, the same for the same user. "
         "Temperature of the scores: 1 draws as the model believes, more makes all alike, 0 takes the best",
     )
+    conditional_scores: bool = Field(
+        default=False,
+        description="Take each code's probability among the codes that the catalog has below its prefix (before filters), so that all items' probabilities "
+        "sum to 1; by default over all codes of its level, as in training",
+    )
     explain: bool = Field(
         default=False, description="Also say what each code of an item's id adds to its score, and which items of the history are nearest to it"
     )

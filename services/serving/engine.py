@@ -41,6 +41,7 @@ class Query:
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
     ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
     ``user`` is whose prompt may be kept for the next time; None: nobody's. ``only_new`` leaves only items that are younger than the model.
+    ``conditional`` takes log-probabilities over the codes that the catalog has below a prefix, not over all codes of the level.
     """
 
     history: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class Query:
     seed: int = 0
     user: str | None = None
     only_new: bool = False
+    conditional: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class Prepared:
 
     @property
     def family(self) -> object:
-        """Queries of one bundle are searched together."""
-        return self.bundle
+        """Queries of one bundle whose scores mean the same are searched together."""
+        return id(self.bundle), self.query.conditional
 
     @property
     def beams(self) -> int:
@@ -172,7 +174,7 @@ class Group:
         share: float = 1.0,
     ) -> None:
         self._bundle, self._unavailable, self._clock = requests[0].bundle, unavailable, clock
-        assert all(request.bundle is self._bundle for request in requests), "one search has one model"
+        assert all(request.family == requests[0].family for request in requests), "one search has one model and one kind of scores"
         self.requests, self._leases = list(requests), list(leases)
         self.marks: list[Mark] = []
         self.hits: Hits | None = None
@@ -194,7 +196,7 @@ class Group:
                 bundle.trie, [c for c in counts if c is not None], [place[id(mask)] for mask in masks], [request.excluded for request in requests]
             )
             self._allowed = list(node_filter.allowed)
-        self._search = bundle.search(bundle.trie, self.widths, node_filter)
+        self._search = bundle.search(bundle.trie, self.widths, node_filter, "children" if requests[0].query.conditional else "row")
         self._mark("compose", start)
 
     def next_rows(self) -> int:
@@ -304,10 +306,14 @@ class Group:
 def answer(bundle: Bundle, queries: Sequence[Query], unavailable: Callable[[], Unavailable], clock: Callable[[], float]) -> list[Answer]:
     """Answer queries with one bundle, here and now."""
     answers: dict[int, Answer] = {}
-    waiting = sorted(((place, Prepared.of(bundle, query)) for place, query in enumerate(queries)), key=lambda entry: entry[1].width)
+    waiting = sorted(
+        ((place, Prepared.of(bundle, query)) for place, query in enumerate(queries)), key=lambda entry: (entry[1].query.conditional, entry[1].width)
+    )
     while waiting:
         size = 1
-        while size < min(len(waiting), _MAX_REQUESTS) and sum(request.beams for _, request in waiting[: size + 1]) <= _MAX_BEAMS:
+        while size < min(len(waiting), _MAX_REQUESTS) and waiting[size][1].family == waiting[0][1].family:
+            if sum(request.beams for _, request in waiting[: size + 1]) > _MAX_BEAMS:
+                break
             size += 1
         taken, waiting = waiting[:size], waiting[size:]
         group = Group([request for _, request in taken], unavailable, clock)

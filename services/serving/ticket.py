@@ -17,7 +17,7 @@ class Prepared(Protocol):
     """A request with everything about it looked up, ready to join a group.
 
     ``beams`` is its width, ``tokens`` what its prompt has to read, ``rows`` how many rows go through the model for it in all. Only requests
-    of the same ``family`` (object) go together.
+    of an equal ``family`` go together.
     """
 
     @property

@@ -23,6 +23,7 @@ class Wish:
     categories_all: tuple[str, ...] = ()
     variety: float = 0.0
     only_new: bool = False
+    conditional: bool = False
 
     @property
     def who(self) -> str:
@@ -43,4 +44,5 @@ class Wish:
             seed_of(self.who) if self.variety else 0,
             self.user,
             self.only_new,
+            self.conditional,
         )

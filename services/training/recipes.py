@@ -98,7 +98,7 @@ def tiny() -> TrainConfig:
     """A small generator that learns a few thousand histories within a minute on one CPU core."""
     shape = GeneratorConfig(
         num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=128, tie_word_embeddings=False, initializer_range=0.06,
-        dropout=0.2, embedding_dropout=0.2,
+        seen_bias=True, dropout=0.2, embedding_dropout=0.2,
     )  # fmt: skip
     return TrainConfig("tiny", generator=shape, learning_rate=3e-3, codebook_share=0.7, skip_rate=0.15, epochs=14, patience=4, max_items=50)
 
@@ -107,7 +107,7 @@ def small() -> TrainConfig:
     """About a million parameters: public benchmarks on a CPU."""
     shape = GeneratorConfig(
         num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256, tie_word_embeddings=False, initializer_range=0.06,
-        dropout=0.2, embedding_dropout=0.1,
+        seen_bias=True, dropout=0.2, embedding_dropout=0.1,
     )  # fmt: skip
     return TrainConfig("small", generator=shape, codebook_share=0.7, skip_rate=0.15, label_smoothing=0.02, epochs=30, patience=6, max_items=50)
 

@@ -93,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "generator": {
             "generator": {"seen_bias": True, "num_layers": 3, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256, "embedding_scale": 4.0, "level_scales": True,
                           "dropout": 0.1, "embedding_dropout": 0.1, "tie_word_embeddings": True, "initializer_range": 0.05},
-            "codebook_share": 0.0, "label_smoothing": 0.0, "skip_rate": 0.0, "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "epochs": 9, "patience": 5,
+            "codebook_share": 0.0, "label_smoothing": 0.0, "skip_rate": 0.0, "max_items": 200, "crop": "mixed", "items_per_batch": 3200, "learning_rate": 3e-3, "muon_rate": 0.02, "epochs": 12, "patience": 5,
             "evaluate_every": 3, "valid_users": 1000, "warmup_steps": 100,
         },
         "sasrec": {

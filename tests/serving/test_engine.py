@@ -58,6 +58,17 @@ def test_variety_draws_among_the_beams_and_leaves_histories_alone(bundle):
     assert plain.items == varied.items and [hit.item for hit in cold.items] == [hit.item for hit in best.items[:10]]
 
 
+def test_conditional_scores_are_a_distribution_over_the_catalog_whoever_shares_the_batch(bundle):
+    every = len(bundle.catalog)
+    plain, conditional = Query(("i1", "i2"), n=every), Query(("i1", "i2"), n=every, conditional=True)
+    answers = ask(bundle, plain, conditional, Query(("i3",), n=5), Query(("i1", "i2"), n=every, conditional=True, excluded=("i7",)))
+    totals = [sum(np.exp(hit.score) for hit in found.items) for found in answers]
+    assert totals[1] == pytest.approx(1) and totals[0] < 1
+    assert [hit.item for hit in answers[0].items] == [hit.item for hit in ask(bundle, plain)[0].items]
+    scores = {hit.item: hit.score for hit in answers[1].items}
+    assert all(hit.score == pytest.approx(scores[hit.item]) for hit in answers[3].items)  # a filter changes no score
+
+
 def test_constraint_filter_and_beam_in_one_batch_equal_brute_force(bundle):
     rng = np.random.default_rng(1)
     queries = []
