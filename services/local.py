@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 
 from semantide.shared import broker, telemetry
@@ -47,10 +48,8 @@ def _door(room: str, door: str) -> ModuleType | None:
 
 def serve(names: list[str], settings: Settings) -> None:
     """Run the APIs of some rooms on one port."""
-    import uvicorn
-
     from semantide.shared import operations_api
-    from semantide.shared.http import build_app
+    from semantide.shared.http import Server, build_app
 
     telemetry.start("api" if len(names) > 1 else f"{names[0]}-api", settings)
     Queues.trace()
@@ -66,7 +65,11 @@ def serve(names: list[str], settings: Settings) -> None:
         if hook := getattr(door, "start", None):
             start.append(lambda hook=hook, room=room: hook(room))
     app = build_app(rooms, routers, ready, start)
-    uvicorn.run(app, host=settings.host, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=15, server_header=False)
+    server = Server(app, settings.host, settings.port)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        sys.exit(3)
 
 
 def work(name: str, settings: Settings) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
 
 from semantide.shared.errors import BrokerUnavailable
@@ -33,16 +33,18 @@ ConnectionLost = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingEr
 _START_SECONDS = 30.0
 
 
-def connect(url: str, *, check: bool = True) -> Any:
-    """A client that returns bytes and reconnects by itself.
+def connect(url: str, *, check: bool = True, patience_seconds: float | None = None) -> Any:
+    """A client that returns bytes and reconnects by itself; with ``patience_seconds`` one that would rather fail than wait longer.
 
     Raises: BrokerUnavailable when ``check`` is set and nobody answers.
     """
     if not url:
         raise BrokerUnavailable("no broker address: set SEMANTIDE_REDIS_URL (redis://host:port/0), or let `semantide up` start one")
     try:
+        # The impatient try once more too: a connection may have been idle for so long that the broker closed it.
+        retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 5) if patience_seconds is None else Retry(NoBackoff(), 1, (redis.ConnectionError,))
         client = redis.Redis.from_url(
-            url, socket_connect_timeout=5, socket_timeout=30, health_check_interval=15, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5)
+            url, socket_connect_timeout=patience_seconds or 5, socket_timeout=patience_seconds or 30, health_check_interval=15, retry=retry
         )
     except ValueError as error:
         raise BrokerUnavailable(f"broker address {without_password(url)!r} is not understood ({error}): write redis://[:password@]host:port/db") from error

@@ -93,6 +93,8 @@ class Settings(BaseSettings):
     """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
     serving_cursor_seconds: int = Field(default=900, ge=1)
     """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
+    serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
+    """Most memory in the broker for rankings that are kept for later pages; the oldest go first, bytes."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a worker process shows its metrics on loopback; ``semantide up`` gives its workers this one and the next. 0: none."""
     otlp_endpoint: str = ""

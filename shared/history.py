@@ -9,7 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from semantide.shared.broker import ResponseError
 from semantide.shared.contracts import Interaction
+from semantide.shared.errors import Corrupt
 
 # One step for the server, so that events appended meanwhile are not lost.
 _MERGE = """
@@ -75,23 +77,34 @@ class Histories:
         pipe.execute()
 
     def get(self, user: str) -> list[HistoryEvent]:
-        """The user's events in order of time; empty for a user never seen."""
-        return self.get_many([user])[user]
+        """The user's events in order of time; empty for a user never seen.
 
-    def get_many(self, users: Iterable[str]) -> dict[str, list[HistoryEvent]]:
-        """What ``get`` gives, of several users in one round trip."""
+        Raises: Corrupt for what is no history.
+        """
+        found = self.get_many([user])[user]
+        if isinstance(found, Corrupt):
+            raise found
+        return found
+
+    def get_many(self, users: Iterable[str]) -> dict[str, list[HistoryEvent] | Corrupt]:
+        """What ``get`` gives or raises, of several users in one round trip: one unreadable history costs the others nothing."""
         names = list(users)
         pipe = self._broker.pipeline(transaction=False)
         for user in names:
             pipe.lrange(self.key(user), 0, -1)
-        histories = {}
-        for user, entries in zip(names, pipe.execute(), strict=True):
-            events = []
+        return {user: self._read(user, entries) for user, entries in zip(names, pipe.execute(raise_on_error=False), strict=True)}
+
+    def _read(self, user: str, entries: Any) -> list[HistoryEvent] | Corrupt:
+        events = []
+        try:
+            if isinstance(entries, Exception):
+                raise entries
             for entry in entries:
                 time, action, item = entry.decode().split("\t", 2)
                 events.append(HistoryEvent(item, int(time), action))
-            histories[user] = sorted(events, key=lambda event: event.time)
-        return histories
+        except (ResponseError, ValueError) as error:
+            return Corrupt(f"the history stored under {self.key(user)!r} cannot be read ({error}): delete that key of the broker, or send a `history` along")
+        return sorted(events, key=lambda event: event.time)
 
     def forget(self, user: str) -> None:
         """Drop one user's history."""

@@ -1,4 +1,4 @@
-"""The door to FastAPI: one application factory with authentication, body limits, error mapping, health and metrics.
+"""The door to FastAPI: one application factory with authentication, body limits, error mapping, health and metrics; and the server that it runs in.
 
 Rooms' ``api.py`` import the names they need from here. Every route but ``/healthz`` and ``/readyz`` wants an API key:
 ``Authorization: Bearer KEY``, ``X-API-Key: KEY``, or Basic with the key as password (so that a browser can open ``/docs``).
@@ -7,13 +7,16 @@ An error is ``{"error": {"type", "message", "details"?}}``.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
 import json
+import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
@@ -31,6 +34,7 @@ from semantide.shared.telemetry import logger, metrics_page
 from semantide.shared.version import code_version
 
 __all__ = [
+    "OUR_FAULTS",
     "APIRouter",
     "Body",
     "Depends",
@@ -40,6 +44,7 @@ __all__ = [
     "Query",
     "Request",
     "Response",
+    "Server",
     "StreamingResponse",
     "build_app",
     "run_in_threadpool",
@@ -49,6 +54,9 @@ OPEN_PATHS = ("/healthz", "/readyz")
 # ValueErrors that no caller's argument causes: stored state that cannot be parsed. Callers' bodies are checked before.
 OUR_FAULTS = (ValidationError, json.JSONDecodeError, UnicodeError)
 UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
+
+_LAST_CALL_SECONDS = 0.5  # for the requests of connections that are through when a server ends
+_DRAIN_SECONDS = 15  # for the answers
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -76,11 +84,19 @@ def _sent_by_another_site(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     return basic and scope["method"] not in ("GET", "HEAD") and headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
 
 
+class _ErrorAnswer(JSONResponse):
+    """An error may quote anything that a caller sent. Half of a surrogate pair, which UTF-8 cannot say, is escaped as JSON does."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
 def _error(status: int, kind: str, message: str, details: Any = None, headers: dict[str, str] | None = None) -> JSONResponse:
     body: dict[str, Any] = {"type": kind, "message": message}
     if details is not None:
         body["details"] = details
-    return JSONResponse({"error": body}, status_code=status, headers=headers)
+    return _ErrorAnswer({"error": body}, status_code=status, headers=headers)
 
 
 class Gate:
@@ -135,6 +151,32 @@ class Gate:
             return held.pop() if held else await receive()
 
         await self._app(scope, replay, send)
+
+
+class Server(uvicorn.Server):
+    """Runs one application on one port. At its end whoever got through to it is answered, and whoever comes later is refused by the system, not cut off."""
+
+    def __init__(self, app: FastAPI, host: str, port: int, backlog: int = 2048) -> None:
+        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "timeout_graceful_shutdown": _DRAIN_SECONDS}
+        super().__init__(uvicorn.Config(app, host=host, port=port, backlog=backlog, **options))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take the connections that wait to be taken, close the port, give what was taken a moment to send its request; then as usual."""
+        waiting = []
+        for server in self.servers:
+            ports = [each.dup() for each in server.sockets]
+            server.close()  # the loop takes no more, the system keeps a port as long as the copy is open
+            for port in ports:
+                with port, suppress(BlockingIOError):
+                    while True:
+                        waiting.append(port.accept()[0])
+        for connection in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
+        await asyncio.sleep(_LAST_CALL_SECONDS)
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> Any:
+        return self.config.http_protocol_class(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
 
 def _status(error: SemantideError) -> int:

@@ -40,7 +40,7 @@ from semantide.services.serving.service import Service
 from semantide.services.serving.ticket import Passage
 from semantide.services.serving.wish import Wish
 from semantide.shared.errors import NotFound, SemantideError, TransientError
-from semantide.shared.http import APIRouter, HTTPException, Request, run_in_threadpool
+from semantide.shared.http import OUR_FAULTS, APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.room import Room
 from semantide.shared.telemetry import continued_trace, logger, stage_spans
 
@@ -89,9 +89,9 @@ def build(room: Room) -> APIRouter:
         begin = time.perf_counter()
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
-        wish = _wish(body, settings.actions)
         variant: str | None = None
         try:
+            wish = _wish(body, settings.actions)
             choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
             bundle, variant = choice.bundle, choice.variant
             # Under overload, when searches are narrowed, nobody gets a second one.
@@ -109,8 +109,8 @@ def build(room: Room) -> APIRouter:
         except TransientError:
             service.meters.request("unavailable", variant)
             raise
-        except Exception:
-            service.meters.request("failed", variant)
+        except Exception as error:
+            service.meters.request("refused" if isinstance(error, ValueError | NotFound) and not isinstance(error, OUR_FAULTS) else "failed", variant)
             raise
         mixed = Mixed(answer.items)
         if fresh:

@@ -168,6 +168,7 @@ class Group:
     """Prepared queries of one bundle under way together.
 
     ``unavailable`` says what may not be recommended now. ``leases`` hold each query's memory until ``keep`` or ``close`` give it back.
+    ``tokens_read`` of its ``prompt_tokens`` were not known from elsewhere.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Group:
         self.hits: Hits | None = None
         self._state: Any = None
         self._extension: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.prompt_tokens = self.tokens_read = 0
         start = clock()
         bundle, self._before = self._bundle, unavailable()
         self.widths = [request.narrowed(share) for request in requests]
@@ -203,7 +205,12 @@ class Group:
 
     def next_rows(self) -> int:
         """Rows that the next round puts through the model."""
-        return sum(self._search.counts) if self._search.level else sum(request.tokens for request in self.requests)
+        if self._search.level:
+            return sum(self._search.counts)
+        prompts: dict[bytes, int] = {}
+        for request in self.requests:
+            prompts.setdefault(request.prompt.tobytes(), request.tokens)
+        return sum(prompts.values()) + len(self.requests) - len(prompts)  # of a prompt that several have, the last token is read for each
 
     @torch.inference_mode()
     def advance(self) -> bool:
@@ -218,6 +225,7 @@ class Group:
             tokens_T = torch.as_tensor(np.concatenate([request.prompt for request in self.requests]), device=device)
             offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
             last = [request.last_prompt() for request in self.requests]
+            self.prompt_tokens, self.tokens_read = len(tokens_T), self.next_rows()
             logits, self._state = model.begin(tokens_T, offsets_R1, last if any(last) else None, self._leases or None)
             start = self._mark("prefill", start)
         else:
@@ -277,14 +285,13 @@ class Group:
                 answers.append(SearchAgain())
             else:
                 answers.append(_without(found, after, withdrawn) if withdrawn else found)
-        self._remember()
         return answers
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Keep the users' prompts for the next time."""
         prompts = self._bundle.prompts
         for place, request in enumerate(self.requests):
-            if request.query.user is not None and prompts.budget_bytes:
+            if request.query.user is not None and prompts.budget_bytes and not request.query.only_new:
                 prompts.put(request.query.user, self._state.prompt_kv(place), self._state.read_R[place])
 
     def close(self) -> None:

@@ -90,9 +90,8 @@ class Meters(Watcher):
                 self._unknown.add(unknown)
             if request.query.user is not None:
                 self._prompts.labels("hit" if request.kept else "miss").inc()
-        read, all_of_them = sum(request.tokens for request in run.requests), sum(len(request.prompt) for request in run.requests)
-        self._tokens.labels("read").inc(read)
-        self._tokens.labels("kept").inc(all_of_them - read)
+        self._tokens.labels("read").inc(run.tokens_read)
+        self._tokens.labels("kept").inc(run.prompt_tokens - run.tokens_read)
 
     def dropped(self, cause: str) -> None:
         """A request was given up."""

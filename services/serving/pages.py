@@ -13,13 +13,30 @@ import zlib
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from semantide.services.serving.contract import Body, RecommendationAnswer, RecommendedItem
 from semantide.shared.broker import RedisError
 from semantide.shared.errors import BrokerUnavailable, NotFound
 
 _TOKEN_BYTES, _PLACE_BYTES = 12, 3
+
+# One step for the server: the ranking, its place in the order of those that are kept, and the sum of their bytes. The oldest go where the sum is too large; what
+# has expired is forgotten on the way.
+_KEEP = """
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('RPUSH', KEYS[2], #ARGV[1] .. ' ' .. KEYS[1])
+local sum, most = redis.call('INCRBY', KEYS[3], #ARGV[1]), tonumber(ARGV[3])
+while true do
+  local oldest = redis.call('LINDEX', KEYS[2], 0)
+  if not oldest then break end
+  local size, key = string.match(oldest, '^(%d+) (.*)$')
+  if sum <= most and redis.call('EXISTS', key) == 1 then break end
+  redis.call('LPOP', KEYS[2])
+  redis.call('DEL', key)
+  sum = redis.call('DECRBY', KEYS[3], size)
+end
+"""
 
 
 class Ranking(Body):
@@ -63,10 +80,11 @@ def read_cursor(cursor: str) -> tuple[bytes, int]:
 
 
 class Pages:
-    """Rankings in the broker. Each is forgotten when no page of it was asked for during ``ttl_seconds``."""
+    """Rankings in the broker. Each is forgotten when no page of it was asked for during ``ttl_seconds``, or before, where all of them need ``max_bytes``."""
 
-    def __init__(self, broker: Any, ttl_seconds: int, deployment: str = "default") -> None:
-        self._broker, self._ttl_seconds, self._prefix = broker, ttl_seconds, f"semantide:serving:{deployment}:page:"
+    def __init__(self, broker: Any, ttl_seconds: int, max_bytes: int, deployment: str = "default") -> None:
+        self._broker, self._ttl_seconds, self._max_bytes = broker, ttl_seconds, max_bytes
+        self._prefix, self._order, self._sum = (f"semantide:serving:{deployment}:page{part}" for part in (":", "s", "s:bytes"))
 
     def keep(self, ranking: Ranking) -> bytes:
         """Keep a ranking; its token.
@@ -74,8 +92,9 @@ class Pages:
         Raises: BrokerUnavailable.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
+        packed = zlib.compress(ranking.model_dump_json(exclude_none=True).encode(), 1)
         try:
-            self._broker.set(self._key(token), zlib.compress(ranking.model_dump_json(exclude_none=True).encode(), 1), ex=self._ttl_seconds)
+            self._broker.eval(_KEEP, 3, self._key(token), self._order, self._sum, packed, self._ttl_seconds, self._max_bytes)
         except RedisError as error:
             raise BrokerUnavailable(f"the ranking cannot be kept for later pages, the broker is away ({error}): try again, or leave `depth` out") from error
         return token
@@ -89,12 +108,14 @@ class Pages:
             raw = self._broker.getex(self._key(token), ex=self._ttl_seconds)
         except RedisError as error:
             raise BrokerUnavailable(f"the ranking of this cursor cannot be read, the broker is away ({error}): try again") from error
-        if raw is None:
+        try:
+            # One that another version of this software kept may say what this one does not know.
+            return Ranking.model_validate_json(zlib.decompress(raw or b""))
+        except (zlib.error, ValidationError) as error:
             raise NotFound(
-                f"the ranking of this `cursor` is no longer kept (it goes {self._ttl_seconds} s after its last page): "
+                f"the ranking of this `cursor` is no longer kept (it goes {self._ttl_seconds} s after its last page, or earlier where many are kept): "
                 "ask for a first page again, with `user` or `history` and `depth`"
-            )
-        return Ranking.model_validate_json(zlib.decompress(raw))
+            ) from error
 
     def _key(self, token: bytes) -> str:
         return self._prefix + token.hex()

@@ -24,9 +24,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Recommending:
-    """What the stages need: ``look_up`` reads many users' stored events at once, or says why it cannot."""
+    """What the stages need: ``look_up`` reads many users' stored events at once, or says why it cannot, all of them or one."""
 
-    look_up: Callable[[list[str]], Mapping[str, Events] | Exception]
+    look_up: Callable[[list[str]], Mapping[str, Events | Exception] | Exception]
     actions: Mapping[str, float]
     unavailable: Callable[[], Unavailable]
     pool: KVPool
@@ -43,13 +43,14 @@ class Recommending:
                 outcomes.append(error)
         return outcomes
 
-    def _prepare(self, asked: Asked, stored: Mapping[str, Events] | Exception) -> Prepared:
+    def _prepare(self, asked: Asked, stored: Mapping[str, Events | Exception] | Exception) -> Prepared:
         wish, bundle = asked.wish, asked.bundle
         events = wish.events
         if events is None:
-            if isinstance(stored, Exception):
-                raise stored
-            events = stored[wish.user or ""]
+            found = stored if isinstance(stored, Exception) else stored[wish.user or ""]
+            if isinstance(found, Exception):
+                raise found
+            events = found
         prepared = Prepared.of(bundle, wish.query(profile_of(events, self.actions, bundle.reading)))
         if prepared.kv_bytes > self.pool.budget_bytes:
             raise ValueError(

@@ -20,13 +20,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic
+from functools import partial
+from typing import Any, Generic, NamedTuple
 
 from semantide.services.serving.admission import Admission, GroupBounds
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pace import Pace
-from semantide.services.serving.ticket import A, P, Passage, Q, Run, SearchAgain, Stages, Ticket, Watcher
-from semantide.shared.decoding.kv_pool import KVLease
+from semantide.services.serving.ticket import A, Begun, P, Passage, Q, SearchAgain, Stages, Ticket, Watcher
 from semantide.shared.errors import TransientError
 from semantide.shared.telemetry import logger
 
@@ -41,15 +41,11 @@ class Overloaded(TransientError):
         self.retry_after_seconds = retry_after_seconds
 
 
-class _Group(Generic[Q, P, A]):
-    """Requests that begin together. ``tickets`` stand in the order of the run's requests."""
+class _Task(NamedTuple):
+    """Work that a thread took, and the requests that it is for."""
 
-    run: Run[A]
-
-    def __init__(self, tickets: list[Ticket[Q, P, A]], leases: list[KVLease], urgency: float) -> None:
-        self.tickets, self.leases, self.urgency = tickets, leases, urgency
-        self.requests = len(tickets)
-        self.rows_left = sum(ticket.work.rows for ticket in tickets)
+    work: Callable[[], None]
+    tickets: Sequence[Ticket[Any, Any, Any]]
 
 
 class Scheduler(Generic[Q, P, A]):
@@ -81,13 +77,13 @@ class Scheduler(Generic[Q, P, A]):
         self._work, self._desk = threading.Condition(lock), threading.Condition(lock)
         self._arrived: deque[Ticket[Q, P, A]] = deque()
         self._ready: Admission[Q, P, A] = Admission(stages, self._bounds, self._dropped)
-        self._paused: list[_Group[Q, P, A]] = []
-        self._done: deque[_Group[Q, P, A]] = deque()
+        self._paused: list[Begun[Q, P, A]] = []
+        self._done: deque[Begun[Q, P, A]] = deque()
         self._assembling = 0
         self._running = 0
         self._rows_under_way = self._requests_under_way = 0
         self._idle_workers = 0
-        self._stopping = False
+        self._stopping = self._some_left = False
         self._pace = Pace()
         self._workers = workers
         self._threads = [threading.Thread(target=self._run_worker, name=f"serving-worker-{number}", daemon=True) for number in range(workers)]
@@ -124,18 +120,23 @@ class Scheduler(Generic[Q, P, A]):
     def submit(self, query: Q) -> Future[tuple[A, Passage]]:
         """Queue a request. To give it up, cancel the future.
 
-        Raises: Overloaded when the queue is full; TransientError when the scheduler stops.
+        Raises: Overloaded when the queue is full or the wait would be longer than the deadline; TransientError when the scheduler stops.
         """
         now = self._clock()
         ticket: Ticket[Q, P, A] = Ticket(query, now, now + self._deadline)
         with self._work:
             if self._stopping:
                 raise TransientError("this server is stopping: send the request again")
-            if self.depth() >= self._max_queue:
+            if self.depth() >= self._max_queue and self._some_left:
+                self._some_left = False
                 self._forget_cancelled()
-            if (depth := self.depth()) >= self._max_queue:
-                wait = min(max(1.0, self._expected_wait()), 30.0)
-                raise Overloaded(f"{depth} requests wait already: try again in {wait:.0f} s, or add serving processes", wait)
+            wait = self._expected_wait() * self._narrowing.share
+            # Who would be too late hears it now, not at the deadline; that others have waited for long says that it is no mere burst.
+            late = wait > self._deadline and bool(self._arrived) and now - self._arrived[0].arrived > self._deadline / 4
+            if (depth := self.depth()) >= self._max_queue or late:
+                pause = min(max(1.0, wait - self._deadline if late else wait), 30.0)
+                raise Overloaded(f"{depth} requests wait already, for about {wait:.0f} s: try again in {pause:.0f} s, or add serving processes", pause)
+            ticket.future.add_done_callback(self._note_left)
             self._arrived.append(ticket)
             (self._work if self._idle_workers else self._desk).notify()
         return ticket.future
@@ -148,16 +149,19 @@ class Scheduler(Generic[Q, P, A]):
             self._do(task)
 
     def _run_desk(self) -> None:
+        self._on_worker()  # it copies tensors now and then, and may not take the workers' cores for that
         while (task := self._next_for_desk()) is not None:
             self._do(task)
 
-    def _do(self, task: Callable[[], None]) -> None:
+    def _do(self, task: _Task) -> None:
         try:
-            task()
-        except Exception:  # a fault of ours: whoever waits is told at the deadline, and the thread goes on
+            task.work()
+        except Exception as error:  # a fault of ours: whoever waits is told, and the thread goes on
             logger("serving").error("a task of the scheduler failed", exc_info=True)
+            for ticket in task.tickets:
+                ticket.fail(error)
 
-    def _next_for_worker(self) -> Callable[[], None] | None:
+    def _next_for_worker(self) -> _Task | None:
         with self._work:
             while True:
                 task = self._take_round() or self._take_desk_work()
@@ -170,7 +174,7 @@ class Scheduler(Generic[Q, P, A]):
                 self._work.wait()
                 self._idle_workers -= 1
 
-    def _next_for_desk(self) -> Callable[[], None] | None:
+    def _next_for_desk(self) -> _Task | None:
         with self._desk:
             while True:
                 # With a worker idle there is nothing to overlap with, and handing the request over would cost more than the work.
@@ -196,19 +200,19 @@ class Scheduler(Generic[Q, P, A]):
         elif self._arrived or self._done:
             self._desk.notify()
 
-    def _take_desk_work(self) -> Callable[[], None] | None:
+    def _take_desk_work(self) -> _Task | None:
         if self._done:
             group = self._done.popleft()
             self._wake_one()
-            return lambda: self._answer(group)
+            return _Task(partial(self._answer, group), group.tickets)
         if self._arrived and len(self._ready) + self._assembling < self._max_ready:
             taken = [self._arrived.popleft() for _ in range(min(len(self._arrived), self._bounds.requests))]
             self._assembling += len(taken)
             self._wake_one()
-            return lambda: self._assemble(taken)
+            return _Task(partial(self._assemble, taken), taken)
         return None
 
-    def _take_round(self) -> Callable[[], None] | None:
+    def _take_round(self) -> _Task | None:
         """The most urgent round: of a group under way, or the first of a new one."""
         group = min(self._paused, key=lambda paused: paused.urgency, default=None)
         while self._ready and (group is None or self._ready.urgency < group.urgency):
@@ -219,17 +223,17 @@ class Scheduler(Generic[Q, P, A]):
             if not admitted[0]:
                 continue
             share = self._narrowing.decide(self._expected_wait())
-            begun = _Group[Q, P, A](*admitted, urgency)
+            begun = Begun[Q, P, A](*admitted, urgency)
             self._running += 1
             self._rows_under_way += begun.rows_left
             self._requests_under_way += begun.requests
             self._wake_one()
-            return lambda: self._begin(begun, share)
+            return _Task(partial(self._begin, begun, share), begun.tickets)
         if group is None:
             return None
         self._paused.remove(group)
         self._wake_one()
-        return lambda: self._advance(group)
+        return _Task(partial(self._advance, group), group.tickets)
 
     def _dropped(self, ticket: Ticket[Q, P, A], now: float) -> bool:
         if ticket.cancelled:
@@ -244,6 +248,9 @@ class Scheduler(Generic[Q, P, A]):
             )
             return True
         return False
+
+    def _note_left(self, future: Future[tuple[A, Passage]]) -> None:
+        self._some_left = self._some_left or future.cancelled()
 
     def _forget_cancelled(self) -> None:
         self._arrived = deque(ticket for ticket in self._arrived if not ticket.cancelled)
@@ -292,7 +299,7 @@ class Scheduler(Generic[Q, P, A]):
         else:
             self._wake_one()
 
-    def _begin(self, group: _Group[Q, P, A], share: float) -> None:
+    def _begin(self, group: Begun[Q, P, A], share: float) -> None:
         start = self._clock()
         for ticket in group.tickets:
             ticket.note("wait", ticket.since, start)
@@ -305,7 +312,7 @@ class Scheduler(Generic[Q, P, A]):
             return
         self._advance(group)
 
-    def _advance(self, group: _Group[Q, P, A]) -> None:
+    def _advance(self, group: Begun[Q, P, A]) -> None:
         try:
             self._drop_from(group)
             if not group.tickets:
@@ -330,7 +337,7 @@ class Scheduler(Generic[Q, P, A]):
                 self._done.append(group)
             self._after()
 
-    def _drop_from(self, group: _Group[Q, P, A]) -> None:
+    def _drop_from(self, group: Begun[Q, P, A]) -> None:
         """Free the work of those who left or came too late."""
         now = self._clock()
         kept = [place for place, ticket in enumerate(group.tickets) if not self._dropped(ticket, now)]
@@ -339,7 +346,7 @@ class Scheduler(Generic[Q, P, A]):
             if kept:
                 group.run.keep(kept)
 
-    def _failed(self, group: _Group[Q, P, A], error: Exception) -> None:
+    def _failed(self, group: Begun[Q, P, A], error: Exception) -> None:
         """One request alone is the cause; of several each gets a try of its own."""
         if len(group.tickets) == 1:
             group.tickets[0].fail(error)
@@ -349,7 +356,7 @@ class Scheduler(Generic[Q, P, A]):
             ticket.alone, ticket.since = True, self._clock()
         self._leave(group, group.tickets)
 
-    def _answer(self, group: _Group[Q, P, A]) -> None:
+    def _answer(self, group: Begun[Q, P, A]) -> None:
         start = self._clock()
         try:
             answers = group.run.answers()
@@ -358,7 +365,6 @@ class Scheduler(Generic[Q, P, A]):
             group.run.close()
             self._failed(group, error)
             return
-        group.run.close()
         end = self._clock()
         again = []
         for ticket, outcome in zip(group.tickets, answers, strict=True):
@@ -370,10 +376,15 @@ class Scheduler(Generic[Q, P, A]):
                 ticket.fail(outcome)
             else:
                 ticket.succeed(outcome)
+        try:
+            group.run.remember()
+        except Exception:
+            logger("serving").error("what might have helped the next time is not kept", exc_info=True)
+        group.run.close()
         self._leave(group, again)
         self._watcher.answered(group.run, [ticket.passage() for ticket in group.tickets])
 
-    def _leave(self, group: _Group[Q, P, A], again: Sequence[Ticket[Q, P, A]] = ()) -> None:
+    def _leave(self, group: Begun[Q, P, A], again: Sequence[Ticket[Q, P, A]] = ()) -> None:
         """A group is over; some of its requests may be tried again."""
         with self._work:
             self._running -= 1

@@ -18,7 +18,7 @@ from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pages import Pages
 from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import profile_of
-from semantide.services.serving.recommending import Asked, Recommending
+from semantide.services.serving.recommending import Asked, Events, Recommending
 from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
 from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
@@ -27,7 +27,7 @@ from semantide.services.serving.variants import Choice, Lineup
 from semantide.services.serving.wish import Wish
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
-from semantide.shared.broker import RedisError
+from semantide.shared.broker import RedisError, connect
 from semantide.shared.config import Settings
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound, PermanentError, TransientError
@@ -37,6 +37,7 @@ from semantide.shared.models.quantised import Weights
 _POLL_SECONDS = 0.1
 _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
+_LOOK_UP_SECONDS = 1.0  # of a look-up: requests with a history of their own wait for it too
 
 
 def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
@@ -67,9 +68,11 @@ class Service:
         self._settings, self._store = settings, store
         self._pause_until = 0.0
         self.registry = Registry(broker)
-        self._histories = Histories(broker, settings.history_length, settings.history_ttl_seconds)
+        self._histories = Histories(
+            connect(settings.redis_url, check=False, patience_seconds=_LOOK_UP_SECONDS), settings.history_length, settings.history_ttl_seconds
+        )
         self.availability = AvailabilityWatch(Availability(broker))
-        self.pages = Pages(broker, settings.serving_cursor_seconds)
+        self.pages = Pages(broker, settings.serving_cursor_seconds, settings.serving_cursor_bytes)
         self.pool = KVPool(settings.serving_kv_bytes)
         self.narrowing = Narrowing(settings.serving_narrowing_seconds)
         self.meters = Meters(self)
@@ -105,7 +108,7 @@ class Service:
     def ready(self) -> tuple[bool, str]:
         """Whether requests can be answered; a stack that has no model yet counts as ready."""
         status = self.swapper.status
-        if self.swapper.bundle is not None:
+        if self.swapper.bundle is not None and self.swapper.settled:
             return True, f"serving {self.swapper.bundle.pair.model}"
         if status.error:
             return False, f"serving: the live model cannot be loaded ({status.error}): promote another one"
@@ -130,15 +133,16 @@ class Service:
     def hidden(self, user: str | None) -> frozenset[str]:
         """Items that may not be shown now: unavailable, or disliked by this user.
 
-        Raises: BrokerUnavailable.
+        Raises: BrokerUnavailable, Corrupt.
         """
         unavailable = self.availability.current.items
         if user is None:
             return unavailable
         stored = self._look_up([user])
-        if isinstance(stored, Exception):
-            raise stored
-        return unavailable | set(profile_of(stored[user], self._settings.actions).blocked)
+        events = stored if isinstance(stored, Exception) else stored[user]
+        if isinstance(events, Exception):
+            raise events
+        return unavailable | set(profile_of(events, self._settings.actions).blocked)
 
     def promote(self, model: str, catalog: str | None, force: bool, reason: str) -> RegistryState:
         """Load, warm and promote; what cannot be loaded changes nothing.
@@ -207,7 +211,7 @@ class Service:
             )
         return lineup
 
-    def _look_up(self, users: list[str]) -> dict[str, tuple[tuple[str, str], ...]] | Exception:
+    def _look_up(self, users: list[str]) -> dict[str, Events | Exception] | Exception:
         """Stored events of these users in one round trip, or why there are none: an explicit history must not wait for a broker that is away."""
         if not users:
             return {}
@@ -218,4 +222,4 @@ class Service:
         except RedisError as error:
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
             return BrokerUnavailable(f"stored histories cannot be read, the broker is away ({error}): try again, or send the `history` along")
-        return {user: tuple((event.item, event.action) for event in events) for user, events in found.items()}
+        return {user: events if isinstance(events, Exception) else tuple((event.item, event.action) for event in events) for user, events in found.items()}

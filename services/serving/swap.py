@@ -66,6 +66,11 @@ class Swapper:
         return list({id(bundle): bundle for bundle in ([lineup.live, *lineup.bundles.values()] if lineup else [])}.values())
 
     @property
+    def settled(self) -> bool:
+        """Whether the registry was followed once, its variants included: before that, their users would be answered by the live model."""
+        return self._seen_version is not None
+
+    @property
     def status(self) -> SwapStatus:
         """What is wanted and what is served."""
         return self._status
@@ -140,11 +145,13 @@ class Swapper:
         bundles: dict[str, Bundle] = {}
         errors: dict[str, str] = {}
         for variant in split.variants:
-            bundle = self._obtain(variant.pair)
+            bundle, present = self._obtain(variant.pair), lineup.bundles.get(variant.name)
             if isinstance(bundle, Bundle):
                 bundles[variant.name] = bundle
-            else:
-                errors[variant.name] = bundle
+                continue
+            errors[variant.name] = bundle
+            if present is not None and present.pair.model == variant.pair.model:
+                bundles[variant.name] = present  # only its new catalog cannot be had: its users stay where they are
         if split != lineup.split or errors:
             self._log.info("users are divided", shares=split.shares, errors=errors)
         self._lineup = Lineup(lineup.live, split, bundles)

@@ -74,6 +74,10 @@ class Run(Protocol[A_co]):
         """One for each request, after the last round."""
         ...
 
+    def remember(self) -> None:
+        """Keep what may help the next time; called once the answers are handed out."""
+        ...
+
     def close(self) -> None:
         """Give back all that was held; called once, whatever happened."""
         ...
@@ -157,3 +161,14 @@ class Ticket(Generic[Q, P, A]):
             self.future.set_exception(error)
         except InvalidStateError:
             pass
+
+
+class Begun(Generic[Q, P, A]):
+    """Requests that begin together. ``tickets`` stand in the order of the run's requests."""
+
+    run: Run[A]
+
+    def __init__(self, tickets: list[Ticket[Q, P, A]], leases: list[KVLease], urgency: float) -> None:
+        self.tickets, self.leases, self.urgency = tickets, leases, urgency
+        self.requests = len(tickets)
+        self.rows_left = sum(ticket.work.rows for ticket in tickets)

@@ -145,8 +145,8 @@ class GeneratorDecoder:
     ) -> tuple[Tensor, DecodingState]:
         """Read the prompts of R requests and return the logits [R, K] of level 0.
 
-        What a prompt has in common with the beginning of ``cached[r]`` is not read again; the result is the same. ``leases[r]`` is what request r
-        reserved: ``kv_bytes`` of its prompt and width.
+        What a prompt has in common with the beginning of ``cached[r]`` is not read again, nor is a prompt that an earlier request has as well; the result is the
+        same. ``leases[r]`` is what request r reserved: ``kv_bytes`` of its prompt and width.
 
         Shapes: ``tokens_T`` packs prompts of at least one token each.
         Raises: ValueError for an empty prompt, keys and values of another model, or a lease that is too small.
@@ -161,9 +161,16 @@ class GeneratorDecoder:
         shape = (config.num_layers, 2, len(tokens_T), config.num_kv_heads, config.head_dim)
         state = DecodingState(tokens_T, bounds, torch.empty(shape, dtype=generator.model.embed_tokens.weight.dtype, device=device), leases)
         known_R = [0] * len(spans)
-        for request, prompt in enumerate(cached or ()):
-            if prompt is not None:
-                known_R[request] = self._reuse(prompt, state, *spans[request])
+        twins = []  # tokens of a prompt but its last, and those of the earlier request that has the same
+        first_with: dict[bytes, int] = {}
+        tokens = tokens_T.cpu().numpy()
+        for request, (begin, end) in enumerate(spans):
+            first = first_with.setdefault(tokens[begin:end].tobytes(), request)
+            if first < request and end - begin > 1:
+                known_R[request] = end - begin - 1
+                twins.append((slice(begin, end - 1), slice(spans[first][0], spans[first][1] - 1)))
+            elif cached is not None and (prompt := cached[request]) is not None:
+                known_R[request] = self._reuse(prompt, state, begin, end)
         state.read_R = tuple(end - begin - known for (begin, end), known in zip(spans, known_R, strict=True))
         lengths_R = offsets_R1.diff()
         positions_N = torch.arange(len(tokens_T), device=device) - offsets_R1[:-1].repeat_interleave(lengths_R)
@@ -178,10 +185,14 @@ class GeneratorDecoder:
         for layer, (k_TGd, v_TGd) in zip(layers[:-1], state.prompt_L2TGd, strict=False):
             q_NHd, k_NGd, v_NGd = layer.project(x_ND, cos_N1d, sin_N1d)
             k_TGd[new_N], v_TGd[new_N] = k_NGd, v_NGd
+            for mine, theirs in twins:
+                k_TGd[mine], v_TGd[mine] = k_TGd[theirs], v_TGd[theirs]
             o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_TGd, v_TGd, offsets_R1)
             x_ND = layer.finish(x_ND, o_NHd)
         k_TGd, v_TGd = state.prompt_L2TGd[-1]
         k_TGd[new_N], v_TGd[new_N] = layers[-1].keys_values(x_ND, cos_N1d, sin_N1d)
+        for mine, theirs in twins:
+            k_TGd[mine], v_TGd[mine] = k_TGd[theirs], v_TGd[theirs]
         last_R = new_offsets_R1[1:] - 1
         x_RD = x_ND[last_R]
         q_R1Hd = layers[-1].queries(x_RD, cos_N1d[last_R], sin_N1d[last_R]).unsqueeze(1)

@@ -161,7 +161,9 @@ def test_metrics_show_requests_and_stages(server, monkeypatch):
     monkeypatch.setattr(meters.Meters, "request", lambda self, outcome, variant: counted.append((outcome, variant)))
     server.items(history=["i1"])
     server.recommend(history=["i1"], n=500)
-    assert counted == [("ok", None), ("short", None)]
+    server.recommend(history=["i1"], variant="nobody")
+    server.recommend(history=["i1"], split_by="a", user="b")
+    assert counted == [("ok", None), ("short", None), ("refused", None), ("refused", None)]
 
 
 def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
 from semantide.services.serving.engine import Query, answer, effective_width, warm_up
 from semantide.services.serving.registry import Pair
+from semantide.services.training.rankers import GeneratorRanker
 from semantide.shared.decoding.brute_force import best_items, score_every_item
 from semantide.shared.errors import Conflict, Corrupt, NotFound, PermanentError
 from semantide.shared.models.prompt_cache import history_window
@@ -116,6 +117,19 @@ def test_a_long_history_keeps_its_end_and_unknown_items_are_skipped(bundle):
     assert whole.items == end.items == holes.items
     assert 15 < whole.history_items <= 20 and whole.unknown_history_items == 0
     assert (holes.history_items, holes.unknown_history_items) == (whole.history_items, 500)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_evaluation_ranks_what_is_served(bundle, seen):
+    """Histories of all lengths, in the rows of a data set whose order is not the catalog's."""
+    rng = np.random.default_rng(0)
+    catalog_rows = rng.permutation(200)
+    ranker = GeneratorRanker(bundle.model.generator, bundle.catalog.trie, bundle.catalog.codes, catalog_rows, bundle.max_history_items, beam_width=50)
+    histories = [rng.integers(0, 200, length) for length in (1, 5, 19, 20, 21, 40, 300)]
+    names = [tuple(f"i{row}" for row in catalog_rows[history]) for history in histories]
+    served = ask(bundle, *(Query(history=items, n=10, width=50, excluded=items if seen else ()) for items in names))
+    for row, found in zip(ranker.rank(histories, 10, seen), served, strict=True):
+        assert [f"i{catalog_rows[item]}" for item in row] == [hit.item for hit in found.items]
 
 
 def test_no_history_is_the_unconditional_ranking(bundle):

@@ -132,3 +132,13 @@ def test_nothing_is_explored_under_overload(exploring):
     assert narrowing.share < 1
     body = exploring.recommend(history=["i1"], n=20).json()
     assert not any(hit["explored"] for hit in body["items"]) and len(body["items"]) == 20
+
+
+def test_the_second_search_reads_nothing_again(exploring, monkeypatch):
+    groups = []
+    monkeypatch.setattr(exploring.service.meters, "answered", lambda run, passages: groups.append((len(run.requests), run.tokens_read, run.prompt_tokens)))
+    for number in range(10):
+        exploring.items(history=[f"i{row}" for row in range(number, number + 6)], n=10)
+    together = [group for group in groups if group[0] == 2]
+    assert all(read == 19 + 1 and tokens == 2 * 19 for _, read, tokens in together)
+    assert len(together) >= 5, groups  # they are sent in one breath

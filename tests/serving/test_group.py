@@ -34,6 +34,7 @@ def finish(group):
     while group.advance():
         pass
     found = group.answers()
+    group.remember()
     group.close()
     return found
 
@@ -124,6 +125,16 @@ def test_a_query_that_waits_holds_no_prompt_that_the_cache_gave_away(bundle, mea
     assert prompt() is None
     same(finish(waiting)[0], alone(bundle, query))
     assert waiting.requests[0].tokens == {"dropped": 25, "replaced": 6}[meanwhile]
+
+
+def test_two_searches_with_one_prompt_read_it_once(bundle):
+    history = tuple(f"i{number}" for number in range(8))
+    queries = [Query(history, user="ann"), Query(("i3",)), Query(history, n=5, excluded=("i9",), width=20, user="ann")]
+    group = begin(bundle, queries)
+    assert group.next_rows() == 25 + 4 + 1
+    for query, found in zip(queries, finish(group), strict=True):
+        same(found, alone(bundle, query))
+    assert (group.tokens_read, group.prompt_tokens) == (30, 54)
 
 
 def test_a_changed_availability_is_searched_again_a_few_times_and_then_left_out(bundle):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import threading
 
 import numpy as np
@@ -12,12 +13,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from semantide.services.serving import engine, recommending
 from semantide.services.serving.narrowing import Narrowing
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.config import Settings
 from semantide.shared.contracts import Interaction
 from semantide.shared.history import Histories
+from semantide.shared.queues import Queues
 from semantide.shared.room import Room
 
-from .world import Server, storm, wait_until
+from .world import Server, World, storm, wait_until
 
 
 def idle(server: Server) -> None:
@@ -122,6 +126,42 @@ def test_a_request_that_cannot_be_prepared_fails_alone(server, monkeypatch):
     assert [reply.status for reply in replies] == [200, 200, 422, 200, 200]
 
 
+def test_an_unreadable_stored_history_fails_its_user_alone(server, world):
+    store = Histories(world.room.broker, 200, 3600)
+    store.append([Interaction(user=f"u{number}", item=f"i{number}", time=1) for number in range(9)])
+    world.room.broker.rpush(Histories.key("u4"), b"damaged")
+    world.room.broker.set(Histories.key("of another type"), b"damaged")
+    bodies = [{"user": user} for user in (*(f"u{number}" for number in range(9)), "of another type")] + [{"history": ["i1"]}]
+    for _ in range(2):
+        replies = asyncio.run(storm(server.url, bodies))
+        assert [reply.status for reply in replies] == [200] * 4 + [500] + [200] * 4 + [500, 200]
+        assert all(
+            f"semantide:history:{body['user']}" in reply.body["error"]["message"] for body, reply in zip(bodies, replies, strict=True) if reply.status == 500
+        )
+    idle(server)
+
+
+def test_explicit_histories_do_not_wait_for_a_broker_that_hangs(settings, tmp_path):
+    with OwnBroker(tmp_path / "own") as own:
+        alone = settings.model_copy(update={"redis_url": own.url})
+        world = World(Room("serving", alone, connect(own.url), ArtifactStore(alone.artifacts_root), Queues(own.url)), tmp_path / "artifacts")
+        world.catalog_ref = world.add_catalog()
+        world.live(0)
+        with Server(world.room) as running:
+            wait_until(lambda: running.service.swapper.bundle is not None)
+            expected = running.items(history=["i1"])
+            assert own.process is not None
+            own.process.send_signal(signal.SIGSTOP)
+            try:
+                replies = asyncio.run(storm(running.url, [{"user": "ann"}, {"history": ["i1"]}] * 20, spread_seconds=1.0))
+            finally:
+                own.process.send_signal(signal.SIGCONT)
+            for reply in replies:
+                assert reply.seconds < 3.0 and reply.status == (200 if reply.number % 2 else 503), reply
+                assert reply.status == 503 or [hit["item"] for hit in reply.body["items"]] == expected
+            wait_until(lambda: running.recommend(user="ann").status_code == 200)
+
+
 @pytest.fixture
 def tight(world, settings: Settings) -> Room:
     """A room with memory for few beams."""
@@ -196,7 +236,9 @@ def test_a_returning_user_is_read_from_where_he_left_until_the_model_changes(ser
 
     bundle = server.service.swapper.bundle
     visit(*(f"i{number}" for number in range(1, 10)))
+    wait_until(lambda: bundle.prompts.use().users)  # kept once the answer is on its way
     warm = visit("i10")
+    wait_until(lambda: bundle.prompts.use().hits)
     use = bundle.prompts.use()
     assert (use.users, use.hits, use.misses) == (1, 1, 1) and use.tokens_asked - use.tokens_known == 28 + 3
     assert warm == server.items(history=[f"i{number}" for number in range(1, 11)])

@@ -1,14 +1,17 @@
 import string
 import time
+import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantide.services.serving.contract import RecommendedItem
-from semantide.services.serving.pages import read_cursor, turn, write_cursor
+from semantide.services.serving.contract import RecommendationAnswer, RecommendedItem
+from semantide.services.serving.pages import Pages, Ranking, read_cursor, turn, write_cursor
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import Interaction
+from semantide.shared.errors import NotFound
 from semantide.shared.history import Histories
 
 from .world import Server, wait_until
@@ -147,3 +150,37 @@ def test_a_ranking_goes_when_no_page_was_asked_for(server, world, monkeypatch):
         time.sleep(0.3)
     wait_until(lambda: server.recommend(cursor=cursor).status_code == 404 if time.sleep(1.2) is None else False)
     assert not list(world.room.broker.scan_iter("semantide:serving:*:page:*"))
+
+
+def test_rankings_never_need_more_of_the_broker_than_they_may(broker):
+    """Whatever their sizes, and whether or not some expired: the newest are kept, in less than the bound, and the count of bytes is right."""
+    rng = np.random.default_rng(0)
+    pages = Pages(broker, 60, 20_000)
+    answer = RecommendationAnswer.model_validate(
+        {"items": [], "model": "models/sha256-" + "0" * 64, "catalog": "catalogs/sha256-" + "0" * 64, "request_id": "r", "based_on": "history", "beam_width": 1}
+        | {"requested_beam_width": 1, "narrowed": False, "history_items": 1, "unknown_history_items": 0, "exact": True}
+        | {"timing": {"queue_ms": 0.0, "search_ms": 0.0, "total_ms": 0.0}}
+    )
+    tokens = []
+    for number in range(200):
+        items = [RecommendedItem(item=f"i{row}", score=-float(row), codes=[row]) for row in rng.integers(0, 10**6, int(rng.integers(1, 100))).tolist()]
+        tokens.append(pages.keep(Ranking(answer=answer.model_copy(update={"items": items}), n=number + 1)))
+        if number % 20 == 0:
+            broker.delete(pages._key(tokens[-1]))  # as if it had expired
+        kept = list(broker.scan_iter("semantide:serving:default:page:*"))
+        assert sum(map(broker.strlen, kept)) <= int(broker.get("semantide:serving:default:pages:bytes")) <= 20_000
+    assert 5 < len(kept) < 100 and pages.read(tokens[-1]).n == 200
+    with pytest.raises(NotFound, match="where many are kept"):
+        pages.read(tokens[1])
+    huge = Pages(broker, 60, 10)
+    with pytest.raises(NotFound):
+        huge.read(huge.keep(Ranking(answer=answer, n=1)))
+    assert not list(broker.scan_iter("semantide:serving:default:page:*")) and int(broker.get("semantide:serving:default:pages:bytes")) == 0
+
+
+@pytest.mark.parametrize("kept", [b"damaged", zlib.compress(b"{}"), zlib.compress(b'{"unknown": 1}'), b""])
+def test_a_ranking_that_this_version_cannot_read_is_gone(server, world, kept):
+    cursor = ask(server, user="a", n=2, depth=20)["cursor"]
+    world.room.broker.set(server.service.pages._key(read_cursor(cursor)[0]), kept)
+    response = server.recommend(cursor=cursor)
+    assert response.status_code == 404 and "ask for a first page again" in response.text

@@ -1,8 +1,9 @@
+import json
 import threading
 
 import pytest
 
-from semantide.services.serving.registry import Candidate, Pair, Registry, RegistryState
+from semantide.services.serving.registry import LIVE, Candidate, Pair, Registry, RegistryState, Split, Variant
 from semantide.shared.errors import Conflict, NotFound
 
 
@@ -62,6 +63,21 @@ def test_the_registry_survives_in_the_broker_and_counts_versions(broker):
     assert again.version() == again.read().version == 2
     assert again.read().decisions[0].time == 1500 and again.read().candidates[0].promoted
     assert Registry(broker, "other").read().live is None
+
+
+def test_a_state_that_was_stored_before_there_were_splits_goes_on(broker):
+    decision = {"action": "promote", "model": model(1), "catalog": catalog(1), "time": 5, "reason": "first", "forced": False}
+    candidate = {"model": model(1), "catalog": catalog(1), "job_id": "j", "registered": 4, "recipe": "tiny", "metrics": {}, "promoted": True}
+    stored = {"version": 7, "live": pair(1, 1).model_dump(), "previous": [pair(2, 1).model_dump()], "candidates": [candidate], "decisions": [decision]}
+    broker.set("semantide:serving:default:registry", json.dumps(stored | {"extensions": {}}))
+    broker.set("semantide:serving:default:version", 7)
+    registry = Registry(broker)
+    assert registry.read().split == Split() and registry.read().split.assign("anybody") == LIVE
+    state = registry.divide(Split(salt="s", variants=(Variant(name="b", pair=pair(3, 1), share=0.5),)))
+    assert (state.version, state.live, state.previous, state.decisions[0].reason) == (8, pair(1, 1), (pair(2, 1),), "first")
+    assert Registry(broker).read() == state and registry.rollback().live == pair(2, 1)
+    sides = {user: Registry(broker).read().split.assign(user) for user in map(str, range(200))}
+    assert sides == {user: state.split.assign(user) for user in sides} and set(sides.values()) == {LIVE, "b"}
 
 
 def test_what_a_promotion_means(broker):

@@ -2,120 +2,17 @@
 
 import threading
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
 from semantide.services.serving.admission import GroupBounds
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.scheduler import Overloaded, Scheduler
-from semantide.services.serving.ticket import SearchAgain, Watcher
-from semantide.shared.decoding.kv_pool import KVExhausted, KVPool
+from semantide.services.serving.ticket import Watcher
 from semantide.shared.errors import TransientError
 
+from .jobs import Job, Jobs, held
 from .world import wait_until
-
-FAMILIES = {"a": object(), "b": object()}
-
-
-@dataclass(eq=False)
-class Job:
-    """A query that is its own preparation. ``fails`` names the stage that raises."""
-
-    name: str
-    beams: int = 1
-    tokens: int = 1
-    rounds: int = 3
-    fails: str = ""
-    again: int = 0
-    family_name: str = "a"
-    round_seconds: float = 0.0
-
-    @property
-    def family(self):
-        return FAMILIES[self.family_name]
-
-    @property
-    def rows(self):
-        return self.tokens + self.beams * (self.rounds - 1)
-
-
-@dataclass
-class Log:
-    """What ran, in order: (names of the group, round)."""
-
-    rounds: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
-    assembled: list[list[str]] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
-
-    def order(self) -> list[str]:
-        return ["+".join(names) + f":{number}" for names, number in self.rounds]
-
-
-class JobRun:
-    def __init__(self, world, jobs, leases):
-        self.world, self.jobs, self.leases, self.round, self.marks = world, list(jobs), list(leases), 0, []
-        self.closed = 0
-
-    def next_rows(self):
-        return sum(job.beams for job in self.jobs)
-
-    def advance(self):
-        names = tuple(job.name for job in self.jobs)
-        self.world.log.rounds.append((names, self.round))
-        start = time.perf_counter()
-        self.world.gate(names, self.round)
-        time.sleep(max(job.round_seconds for job in self.jobs))
-        for job in self.jobs:
-            if job.fails == f"round {self.round}":
-                raise ValueError(f"{job.name} is bad")
-        self.marks.append((f"round {self.round}", start, time.perf_counter()))
-        self.round += 1
-        return self.round < max(job.rounds for job in self.jobs)
-
-    def keep(self, places):
-        for place in set(range(len(self.jobs))) - set(places):
-            self.leases[place].release()
-        self.jobs, self.leases = [self.jobs[place] for place in places], [self.leases[place] for place in places]
-
-    def answers(self):
-        found = []
-        for job in self.jobs:
-            if job.again:
-                job.again -= 1
-                found.append(SearchAgain())
-            else:
-                found.append(f"answer of {job.name}")
-        return found
-
-    def close(self):
-        self.closed += 1
-        assert self.closed == 1, "closed twice"
-        for lease in self.leases:
-            lease.release()
-
-
-class Jobs:
-    """Stages over jobs, with a pool of 1,000 bytes of which each beam takes one."""
-
-    def __init__(self, gate=lambda names, number: None):
-        self.log, self.pool, self.gate = Log(), KVPool(1000), gate
-
-    def assemble(self, jobs):
-        self.log.assembled.append([job.name for job in jobs])
-        return [ValueError(f"{job.name} cannot be assembled") if job.fails == "assemble" else job for job in jobs]
-
-    def admit(self, job):
-        try:
-            return self.pool.reserve(job.beams)
-        except KVExhausted:
-            return None
-
-    def begin(self, jobs, leases, share):
-        self.log.shares.append(share)
-        if any(job.fails == "begin" for job in jobs):
-            raise ValueError("cannot begin")
-        return JobRun(self, jobs, leases)
 
 
 @pytest.fixture
@@ -134,31 +31,6 @@ def started():
         scheduler.stop()
         assert stages.pool.in_use_bytes == 0 and stages.pool.leases == 0 and scheduler.running() == 0
         assert scheduler._rows_under_way == scheduler._requests_under_way == scheduler._ready.rows == 0
-
-
-class Gate:
-    """Holds the first group's first round until ``open``."""
-
-    def __init__(self):
-        self.event, self.reached = threading.Event(), threading.Event()
-
-    def __call__(self, names, number):
-        if not self.reached.is_set():
-            self.reached.set()
-            assert self.event.wait(10)
-
-    def open(self):
-        self.event.set()
-
-
-def held(started, count=1, **options):
-    """A scheduler whose worker is in the first round of a request named "first"."""
-    gate = Gate()
-    stages = Jobs(gate)
-    scheduler = started(stages, **options)
-    first = scheduler.submit(Job("first"))
-    assert gate.reached.wait(5)
-    return gate, stages, scheduler, first
 
 
 def test_what_waits_begins_together_within_the_bounds(started):
@@ -296,6 +168,23 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(started):
         future.result(5)
 
 
+def test_a_refusal_looks_through_the_queue_only_when_somebody_left(started, monkeypatch):
+    gate, _, scheduler, first = held(started, max_queue=500)
+    waiting = [scheduler.submit(Job(str(number))) for number in range(500)]
+    looked, forget = [], scheduler._forget_cancelled
+    monkeypatch.setattr(scheduler, "_forget_cancelled", lambda: looked.append(1) or forget())
+    for _ in range(100):
+        with pytest.raises(Overloaded):
+            scheduler.submit(Job("more"))
+    assert looked == []
+    waiting[3].cancel()
+    waiting.append(scheduler.submit(Job("in its place")))
+    for future in waiting:
+        future.cancel()
+    gate.open()
+    assert looked == [1] and first.result(5)
+
+
 def test_memory_is_reserved_before_a_request_begins_and_the_most_urgent_is_not_passed(started):
     gate, stages, scheduler, first = held(started, bounds=GroupBounds(beams=2000))
     futures = [scheduler.submit(Job(name, beams)) for name, beams in (("x", 600), ("y", 600), ("z", 600))]
@@ -312,6 +201,55 @@ def test_a_request_that_memory_never_suffices_for_is_refused_and_others_go_on(st
     with pytest.raises(Exception, match="the budget is 1000"):
         scheduler.submit(Job("huge", 5000)).result(5)
     assert scheduler.submit(Job("small")).result(5)[0] == "answer of small"
+
+
+def test_what_is_kept_for_the_next_time_delays_and_fails_nobody(started):
+    gate, stages, scheduler, first = held(started)
+    remembering, goes_on = threading.Event(), threading.Event()
+
+    class Slow(list):
+        def extend(self, names):
+            remembering.set()
+            assert goes_on.wait(5)
+            super().extend(names)
+
+    stages.remembered = Slow()
+    both = [scheduler.submit(Job("x")), scheduler.submit(Job("y", fails="remember"))]
+    wait_until(lambda: len(scheduler._ready) == 2)
+    first.cancel()
+    gate.open()
+    assert [future.result(5)[0] for future in both] == ["answer of x", "answer of y"]
+    assert remembering.wait(5) and stages.remembered == []
+    goes_on.set()
+    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
+    wait_until(lambda: stages.remembered == ["x", "y", "next"])
+
+
+def test_a_fault_of_the_scheduler_itself_is_told_to_whoever_waits(started, monkeypatch):
+    scheduler = started(Jobs())
+    monkeypatch.setattr(scheduler._pace, "learn", lambda rows, seconds: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.submit(Job("x")).result(5)
+    monkeypatch.undo()
+    assert scheduler.submit(Job("y")).result(5)[0] == "answer of y"
+    scheduler._running = scheduler._requests_under_way = scheduler._rows_under_way = 0
+    scheduler._stages.pool.__init__(1000)
+
+
+def test_who_would_be_too_late_is_refused_at_once_unless_it_is_a_mere_burst(started):
+    gate, _, scheduler, first = held(started, deadline_seconds=1.0, bounds=GroupBounds(requests=1))
+    burst = [scheduler.submit(Job("b", 50)) for _ in range(10)]
+    wait_until(lambda: len(scheduler._ready) == 2)  # some are assembled, so that what they cost is known
+    burst += [scheduler.submit(Job("b", 50)) for _ in range(2_000)]
+    time.sleep(0.3)
+    with pytest.raises(Overloaded, match="requests wait already") as caught:
+        scheduler.submit(Job("late", 50))
+    assert 1 <= caught.value.retry_after_seconds <= 30
+    for future in burst:
+        future.cancel()
+    gate.open()
+    wait_until(lambda: first.done() and scheduler.depth() == 0)
+    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
 
 
 def test_what_has_to_be_searched_again_is(started):

@@ -1,9 +1,11 @@
+import threading
 from collections import Counter
 from dataclasses import replace
 
-from semantide.services.serving import meters, tasks
+from semantide.services.serving import meters, service, tasks
 from semantide.services.serving.registry import LIVE, Candidate, Pair, Registry, Split, Variant
 from semantide.shared.contracts import CatalogReady
+from semantide.shared.errors import PermanentError
 
 from .world import Server, wait_until
 
@@ -129,6 +131,47 @@ def test_new_items_reach_the_variants_too(server, world):
     wait_until(lambda: [one["catalog"] for one in server.client.get("/v1/serving/variants").json()["variants"] if one["loaded"]] == [bigger, bigger])
     for variant in (LIVE, "b"):
         assert "i259" in {hit["item"] for hit in ask(server, history=["i250"], n=260, variant=variant)["items"]}
+
+
+def test_a_process_is_ready_when_its_variants_are(world, monkeypatch):
+    """After a restart nobody is answered by the other side, not even while the variants are still being loaded."""
+    world.live(0)
+    other = world.candidate(1)
+    Registry(world.room.broker).divide(Split(variants=(Variant(name="b", pair=Pair(model=other, catalog=world.catalog_ref), share=0.5),)))
+    load, goes_on = service.load_and_warm, threading.Event()
+
+    def slow(store, pair, *arguments):
+        assert pair.model != other or goes_on.wait(10)
+        return load(store, pair, *arguments)
+
+    monkeypatch.setattr(service, "load_and_warm", slow)
+    with Server(world.room) as server:
+        wait_until(lambda: server.service.swapper.bundle is not None)
+        assert server.client.get("/readyz").status_code == 503
+        goes_on.set()
+        wait_until(lambda: server.client.get("/readyz").status_code == 200)
+        assert {ask(server, user=user)["variant"] for user in USERS} == {LIVE, "b"}
+
+
+def test_a_variant_whose_new_catalog_cannot_be_had_goes_on_with_the_old_one(server, world, monkeypatch):
+    other, bigger = world.candidate(1), world.add_catalog(items=260)
+    divide(server, {"name": "b", "model": other, "share": 0.5})
+    sides = {user: ask(server, user=user)["variant"] for user in USERS}
+    load = server.service.swapper._load
+
+    def failing(pair):
+        if pair == Pair(model=other, catalog=bigger):
+            raise PermanentError("no")
+        return load(pair)
+
+    monkeypatch.setattr(server.service.swapper, "_load", failing)
+    tasks.extend_catalog(CatalogReady(catalog=bigger, extends=world.catalog_ref), world.room)
+    wait_until(lambda: server.service.swapper.status.variant_errors)
+    for user, side in sides.items():
+        answer = ask(server, user=user)
+        assert (answer["variant"], answer["catalog"]) == (side, {LIVE: bigger, "b": world.catalog_ref}[side])
+    shown = server.client.get("/v1/serving/variants").json()["variants"][1]
+    assert not shown["loaded"] and shown["error"] == "PermanentError: no"
 
 
 def test_a_stack_without_a_model_divides_nobody(empty_server, world):

@@ -1,6 +1,10 @@
 """The HTTP door: keys, sizes, errors, health."""
 
 import base64
+import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +13,11 @@ from fastapi.testclient import TestClient
 
 from semantide.shared import operations_api
 from semantide.shared.api_keys import api_keys, local_key
+from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
-from semantide.shared.http import OPEN_PATHS, APIRouter, build_app
+from semantide.shared.http import OPEN_PATHS, APIRouter, Server, build_app
 from semantide.shared.jobs import Jobs
 
 ERRORS = {
@@ -160,3 +165,44 @@ def test_stored_state_that_cannot_be_read_is_no_fault_of_the_caller(make_room: C
 def test_metrics_are_prometheus_text(client: TestClient) -> None:
     answer = client.get("/metrics")
     assert answer.status_code == 200 and answer.text.startswith("# HELP")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_at_its_end_a_server_answers_whoever_got_through(make_room: Callable[[str], Any], number: int) -> None:
+    """Connections in the system's queue and those that have not said anything yet included; whoever comes later is refused at once."""
+    router, room = APIRouter(), make_room("serving")
+
+    @router.get("/v1/block")
+    async def block() -> str:
+        time.sleep(0.05)  # nothing is taken meanwhile
+        return "done"
+
+    server = Server(build_app([room], [router]), "127.0.0.1", port := free_port())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    outcomes: Counter[str] = Counter()
+    request = b"GET /v1/block HTTP/1.1\r\nHost: x\r\nX-API-Key: test-key\r\nConnection: close\r\n\r\n"
+
+    def client(place: int) -> None:
+        time.sleep(0.03 * place)
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+                time.sleep(0.1 if place % 2 else 0)
+                sock.sendall(request)
+                answer = b"".join(iter(lambda: sock.recv(4096), b""))
+            outcomes["answered" if answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'"done"') else f"{answer!r}"] += 1
+        except ConnectionRefusedError:
+            outcomes["refused"] += 1
+        except OSError as error:
+            outcomes[repr(error)] += 1
+
+    clients = [threading.Thread(target=client, args=(place,)) for place in range(40)]
+    for each in clients:
+        each.start()
+    time.sleep(0.25 + 0.01 * number)
+    server.should_exit = True
+    for each in [*clients, thread]:
+        each.join(30)
+    assert outcomes["answered"] >= 10 and outcomes["refused"] and set(outcomes) == {"answered", "refused"}, outcomes

@@ -47,6 +47,33 @@ class Player:
 
 
 @settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    st.integers(1, 2),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_a_prompt_that_several_requests_have_is_read_once(items: list[int], chosen: list[int], layers: int, warm: bool, seed: int) -> None:
+    generator = make(layers, seen_bias=True)
+    decoder, player = GeneratorDecoder(generator), Player(generator, seed)
+    different = [player.prompt(each) for each in items]
+    prompts = [different[number % len(different)] for number in chosen]
+    _, earlier = decoder.begin(*pack([prompts[0]]))
+    cached = [earlier.prompt_kv(0) if warm and prompt is prompts[0] else None for prompt in prompts]
+    logits, together = decoder.begin(*pack(prompts), cached)
+    beams = player.beams([1] * len(prompts), [2] * len(prompts), 1)
+    stepped = decoder.step(together, 1, *beams)
+    for request, prompt in enumerate(prompts):
+        alone, state = decoder.begin(*pack([prompt]))
+        torch.testing.assert_close(logits[request], alone[0])
+        torch.testing.assert_close(stepped[request], decoder.step(state, 1, beams[0][request : request + 1], beams[1][request : request + 1])[0])
+        torch.testing.assert_close(together.prompt_kv(request).kv_L2tGd, state.prompt_kv(0).kv_L2tGd)
+        if any(torch.equal(prompt, other) for other in prompts[:request]):
+            assert together.read_R[request] == 1
+
+
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.lists(st.integers(1, 5), min_size=3, max_size=3), st.integers(1, 2), st.integers(0, 10**6))
 def test_steps_equal_full_recomputation_for_any_parents(histories: list[int], widths: list[int], layers: int, seed: int) -> None:
     generator = make(layers)
