@@ -73,6 +73,11 @@ class Dataset:
         for user in range(len(self.user_ids)):
             yield self.history(user)[: self.train_end[user]]
 
+    def train_times(self) -> Iterator[npt.NDArray[np.int64]]:
+        """When each event of ``train_histories`` happened, milliseconds."""
+        for user in range(len(self.user_ids)):
+            yield self.times[self.offsets[user] : self.offsets[user + 1]][: self.train_end[user]]
+
     def cases(self, part: Part) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """(user, history, targets) of every user that has something to predict in this part.
 

@@ -99,7 +99,7 @@ class Trainer:
                     raise
                 share = rate_share(config, state.step, (state.epoch + state.batch / len(epoch)) / config.epochs)
                 batch = epoch.batch(state.batch).to(self._device)
-                tokens += len(batch.values) * self.objective.tokens_per_item
+                tokens += len(batch.items.values) * self.objective.tokens_per_item
                 parts = self._train_on(batch, share)
                 state.batch += 1
                 state.step += 1
@@ -125,7 +125,8 @@ class Trainer:
             set_rate(optimiser, share)
             optimiser.zero_grad(set_to_none=True)
         with self._autocast():
-            loss, parts = self.objective.loss(batch)
+            sums = self.objective.loss(batch, {})
+            loss, parts = sums.total(), sums.parts_K().detach()
         value = float(loss.detach())
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True))
