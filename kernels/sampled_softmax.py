@@ -12,11 +12,16 @@ import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.known_rows import Masks, known_keys
+from semantide.kernels.segment_rows import Precision, Stored
+from semantide.kernels.softmax_segments import SharedSums, Token, TokenSums
 
-Precision = Literal["float32", "float16", "int8"]
+__all__ = ["Precision", "Sharing", "known_keys", "sampled_softmax", "segmented"]
+
 Sharing = Literal["vectors", "logits"]
 
 
@@ -50,24 +55,26 @@ def sampled_softmax(
     ``precision`` is that of the negatives' vectors; products are summed in float32, and the gradient passes as if nothing were rounded.
     ``segment`` bounds how many negatives of a target are at work at once (0: what suits the device); results do not depend on it.
 
+    The registered implementations never hold an array of targets x negatives x features, nor one of targets x negatives, so that their memory does
+    not grow with R or S. ``vectors_UD`` may lie in the memory of the host and ``hidden_TD`` on a device: then segments are copied while the one
+    before is at work, and the gradient of the vectors is summed on the host.
+
     Shapes: [T, D], [U, D], [T], [T, R], [S] -> [T].
     Source: arXiv 2605.13433, 3.4.
     """
-    check(hidden_TD, vectors_UD, positives_T, negatives_TR, shared_S, log_q_TR, log_q_S, sequences_T, known_K, partners_MT)
-    rounded_UD = vectors_UD + (rounded(vectors_UD.detach(), precision) - vectors_UD.detach())
-    num_rows = len(vectors_UD)
+    _check(hidden_TD, vectors_UD, positives_T, negatives_TR, shared_S, log_q_TR, log_q_S, sequences_T, known_K, partners_MT)
+    plain_UD = vectors_UD.detach()
+    rounded_UD = vectors_UD + (Stored.of(plain_UD, precision).whole() - plain_UD)
+    masks = Masks(positives_T, sequences_T, known_K, len(vectors_UD))
     positive_T = (hidden_TD * vectors_UD[positives_T]).sum(-1) / temperature
     logits = [positive_T.unsqueeze(1)]
 
     def masked(logits_TN: Tensor, rows_TN: Tensor) -> Tensor:
-        out_TN = (rows_TN < 0) | (rows_TN == positives_T.unsqueeze(1))
-        if known_K is not None and sequences_T is not None:
-            out_TN = out_TN | is_known(sequences_T.unsqueeze(1), rows_TN, known_K, num_rows)
-        return logits_TN.masked_fill(out_TN, -torch.inf)
+        return logits_TN.masked_fill(masks.out(slice(None), rows_TN), -torch.inf)
 
     if negatives_TR is not None:
         expansion = 1 if partners_MT is None else 1 + len(partners_MT)
-        shift_TR = correction(log_q_TR, negatives_TR.shape[1] * expansion)
+        shift_TR = _correction(log_q_TR, negatives_TR.shape[1] * expansion)
 
         def scored(rows_TR: Tensor, shift_TR: Tensor | None) -> Tensor:
             logits_TR = torch.einsum("td,trd->tr", hidden_TD, rounded_UD[rows_TR.clamp(min=0)]) / temperature
@@ -83,40 +90,55 @@ def sampled_softmax(
                 logits.append(masked(masked(own_TR, negatives_TR)[partner_T], rows_TR))
     if shared_S is not None:
         logits_TS = hidden_TD @ rounded_UD[shared_S.clamp(min=0)].T / temperature
-        shift_S = correction(log_q_S, len(shared_S))
+        shift_S = _correction(log_q_S, len(shared_S))
         logits.append(masked(logits_TS if shift_S is None else logits_TS - shift_S, shared_S.expand(len(hidden_TD), -1)))
     return torch.cat(logits, dim=1).logsumexp(1) - positive_T
 
 
-def known_keys(sequences_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
-    """What says that a row is a positive of a sequence: sorted keys for ``sampled_softmax``."""
-    return torch.unique(sequences_N * num_rows + rows_N)
+@sampled_softmax.register("cpu")
+@sampled_softmax.register("cuda")
+@sampled_softmax.register("npu")
+def segmented(
+    hidden_TD: Tensor,
+    vectors_UD: Tensor,
+    positives_T: Tensor,
+    negatives_TR: Tensor | None = None,
+    shared_S: Tensor | None = None,
+    *,
+    log_q_TR: Tensor | None = None,
+    log_q_S: Tensor | None = None,
+    temperature: float = 1.0,
+    sequences_T: Tensor | None = None,
+    known_K: Tensor | None = None,
+    partners_MT: Tensor | None = None,
+    sharing: Sharing = "vectors",
+    precision: Precision = "float32",
+    segment: int = 0,
+) -> Tensor:
+    """``sampled_softmax`` with memory that does not grow with the number of negatives; the C++ library takes float32 on a CPU."""
+    _check(hidden_TD, vectors_UD, positives_T, negatives_TR, shared_S, log_q_TR, log_q_S, sequences_T, known_K, partners_MT)
+    stored = Stored.of(vectors_UD.detach(), precision)
+    masks = Masks(positives_T, sequences_T, known_K, len(vectors_UD))
+    found_TD = F.embedding(positives_T.to(vectors_UD.device), vectors_UD).to(hidden_TD.device)
+    positive_T = (hidden_TD * found_TD).sum(-1) / temperature
+    sums = [positive_T]
+    if negatives_TR is not None:
+        own_T = torch.arange(len(hidden_TD), device=hidden_TD.device)
+        takers_PT = own_T.unsqueeze(0) if partners_MT is None else torch.cat([own_T.unsqueeze(0), partners_MT.argsort(1)])
+        log_draws = math.log(max(negatives_TR.shape[1] * len(takers_PT), 1))
+        token = Token(negatives_TR, log_q_TR, log_draws, takers_PT, sharing == "logits", temperature, segment)
+        sums.append(TokenSums.apply(hidden_TD, vectors_UD, stored, token, masks))
+    if shared_S is not None:
+        sums.append(SharedSums.apply(hidden_TD, vectors_UD, stored, shared_S, _correction(log_q_S, len(shared_S)), masks, temperature, segment))
+    return torch.stack(sums).logsumexp(0) - positive_T
 
 
-def is_known(sequences: Tensor, rows: Tensor, known_K: Tensor, num_rows: int) -> Tensor:
-    """Where a row is a known positive of its sequence."""
-    if not len(known_K):
-        return torch.zeros_like(rows, dtype=torch.bool)
-    keys = sequences * num_rows + rows
-    return known_K[torch.searchsorted(known_K, keys).clamp(max=len(known_K) - 1)] == keys
-
-
-def correction(log_q: Tensor | None, draws: int) -> Tensor | None:
+def _correction(log_q: Tensor | None, draws: int) -> Tensor | None:
     """The logarithm of how often each negative is expected among that many draws."""
     return None if log_q is None else log_q + math.log(max(draws, 1))
 
 
-def rounded(vectors_UD: Tensor, precision: Precision) -> Tensor:
-    """The vectors as the chosen precision keeps them, in their own type: one scale per row for int8."""
-    if precision == "float16":
-        return vectors_UD.half().to(vectors_UD.dtype)
-    if precision == "int8":
-        scale_U1 = (vectors_UD.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(vectors_UD.dtype).tiny)
-        return (vectors_UD / scale_U1).round() * scale_U1
-    return vectors_UD
-
-
-def check(
+def _check(
     hidden_TD: Tensor,
     vectors_UD: Tensor,
     positives_T: Tensor,
@@ -131,7 +153,9 @@ def check(
     """Raises: ValueError where shapes do not belong together."""
     num_targets = len(hidden_TD)
     if hidden_TD.ndim != 2 or vectors_UD.ndim != 2 or hidden_TD.shape[1] != vectors_UD.shape[1] or positives_T.shape != (num_targets,):
-        raise ValueError(f"hidden states {tuple(hidden_TD.shape)}, vectors {tuple(vectors_UD.shape)}, positives {tuple(positives_T.shape)}: give [T, D], [U, D] and [T]")
+        raise ValueError(
+            f"hidden states {tuple(hidden_TD.shape)}, vectors {tuple(vectors_UD.shape)}, positives {tuple(positives_T.shape)}: give [T, D], [U, D] and [T]"
+        )
     if negatives_TR is not None and (negatives_TR.ndim != 2 or len(negatives_TR) != num_targets):
         raise ValueError(f"negatives {tuple(negatives_TR.shape)} for {num_targets} targets: give [T, R]; what all targets share is shared_S")
     if shared_S is not None and shared_S.ndim != 1:
@@ -144,3 +168,5 @@ def check(
         raise ValueError("known positives take sequences_T [T] and known_K together")
     if partners_MT is not None and (negatives_TR is None or partners_MT.ndim != 2 or partners_MT.shape[1] != num_targets):
         raise ValueError(f"partners {tuple(partners_MT.shape)}: give [M, T] permutations of the targets, beside negatives_TR")
+    if partners_MT is not None and not torch.equal(partners_MT.sort(1).values, torch.arange(num_targets, device=partners_MT.device).expand_as(partners_MT)):
+        raise ValueError("a row of partners names a target twice: give permutations of the targets")
