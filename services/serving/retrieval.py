@@ -91,6 +91,7 @@ class LoadedRetriever:
             raise Corrupt(f"{ref}: the retriever's scores are not numbers: train it again with a smaller learning_rate")
         return cls(ref, search, table.item_ids, {item: row for row, item in enumerate(table.item_ids)}, reading_of(card))
 
+    @torch.inference_mode()
     def answer(self, asking: Asking, actions: Mapping[str, float], unavailable: Unavailable) -> Retrieved:
         """The best allowed items."""
         begin = time.perf_counter()
@@ -99,8 +100,7 @@ class LoadedRetriever:
         known = [(self.row_of[item], moment) for item, moment in zip(profile.history, moments, strict=True) if item in self.row_of]
         timed = all(moment is not None for _, moment in known)
         times = np.array([moment or 0 for _, moment in known], dtype=np.int64) // 1000 if timed and known else None
-        with torch.inference_mode():
-            scores_V = self.search.scores([np.array([row for row, _ in known], dtype=np.int64)], [times])[0].log_softmax(-1)
+        scores_V = self.search.scores([np.array([row for row, _ in known], dtype=np.int64)], [times])[0].log_softmax(-1)
         out = {*asking.exclude_ids, *profile.blocked, *(profile.seen if asking.exclude_seen else ()), *unavailable.items}
         rows = [self.row_of[item] for item in out if item in self.row_of]
         scores_V[torch.tensor(rows, dtype=torch.int64, device=scores_V.device)] = -torch.inf
