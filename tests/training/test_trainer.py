@@ -44,7 +44,7 @@ class Forks:
         return int(self._parent.stdout.readline())
 
     def close(self) -> None:
-        self._parent.communicate(timeout=30)
+        self._parent.communicate(timeout=120)
 
 
 def steps(folder: Path) -> list[str]:
