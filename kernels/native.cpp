@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -87,6 +88,8 @@ struct BeamSelect {
   int64_t *children, *visited;
 };
 
+#include "jagged_fusion_plan.h"
+
 }  // namespace
 
 namespace basic {
@@ -98,6 +101,8 @@ namespace {
 #include "prefix_attention.h"
 #include "beam_select.h"
 #include "rows.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -120,6 +125,8 @@ namespace {
 #include "prefix_attention.h"
 #include "beam_select.h"
 #include "rows.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -141,6 +148,8 @@ namespace {
 #include "prefix_attention.h"
 #include "beam_select.h"
 #include "rows.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -164,13 +173,14 @@ struct Bodies {
   void (*gate_rows)(const GateRows&, int64_t, int64_t);
   int64_t (*normalise)(const BeamSelect&, int64_t, double*, float*);
   void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
+  void (*jagged_fusion)(const JaggedFusion&, const FusionTask&, const TimeBuckets&, bool);
 };
 
 const Bodies kBodies[] = {
-    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select},
+    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select, basic::jagged_fusion},
 #if defined(__x86_64__)
-    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select},
-    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select},
+    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select, avx2::jagged_fusion},
+    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select, avx512::jagged_fusion},
 #endif
 };
 
@@ -202,7 +212,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures above, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 3; }
+EXPORT int64_t semantide_version() { return 4; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -274,5 +284,17 @@ EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {
   if (failed) return failed;
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && a.requests > 1)
   for (int64_t request = 0; request < a.requests; ++request) body.beam_select(a, request, norms, tops);
+  return 0;
+}
+
+EXPORT int64_t semantide_jagged_fusion(const JaggedFusion* given, int64_t threads) {
+  const JaggedFusion& a = *given;
+  const bool backward = a.grad_out != nullptr;
+  const std::vector<FusionTask> tasks = fusion_tasks(a, backward, threads);
+  const TimeBuckets buckets(a.bounds, a.times ? std::min(a.buckets, TimeBuckets::kMost) : 1);
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks.size() > 1)
+  for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task) body.jagged_fusion(a, tasks[task], buckets, backward);
+  if (backward) add_fusion_parts(a);
   return 0;
 }
