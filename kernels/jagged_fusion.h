@@ -160,9 +160,11 @@ static void weigh(const FusionBlock& b, const FusionBias& bias, float* s, float*
       added += p;
     }
     if (higher != top[m]) {
-      const float shrink = top[m] == -INFINITY ? 0.0f : std::exp(top[m] - higher);
-      for (int64_t d = 0; d < width; d += kLanes) store(o + m * width + d, load(o + m * width + d) * shrink);
-      sum[m] *= shrink;
+      if (top[m] != -INFINITY) {  // else the result is still empty
+        const float shrink = std::exp(top[m] - higher);
+        for (int64_t d = 0; d < width; d += kLanes) store(o + m * width + d, load(o + m * width + d) * shrink);
+        sum[m] *= shrink;
+      }
       top[m] = higher;
     }
     sum[m] += total(added);
@@ -219,25 +221,38 @@ class FusionScratch {
   float* next_;
 };
 
-static void copy_rows(const float* from, int64_t from_row, int64_t rows, int64_t size, int64_t width, float factor, float* to) {
-  for (int64_t m = 0; m < rows; ++m) {
-    const float* x = from + m * from_row;
-    float* y = to + m * width;
-    int64_t d = 0;
-    for (; d + kLanes <= size; d += kLanes) store(y + d, load(x + d) * factor);
-    for (; d < size; ++d) y[d] = x[d] * factor;
-    for (; d < width; ++d) y[d] = 0.0f;
-  }
+// Rows of neighbouring heads, each head to a place of its own; memory is read in the order in which it lies.
+static void gather_rows(const float* from, int64_t from_row, int64_t from_head, int64_t rows, int64_t heads, int64_t size, int64_t width, float factor, float* to, int64_t to_head) {
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* x = from + m * from_row + h * from_head;
+      float* y = to + h * to_head + m * width;
+      int64_t d = 0;
+      for (; d + kLanes <= size; d += kLanes) store(y + d, load(x + d) * factor);
+      for (; d < size; ++d) y[d] = x[d] * factor;
+      for (; d < width; ++d) y[d] = 0.0f;
+    }
 }
 
-static void write_rows(const float* from, int64_t width, int64_t rows, int64_t size, float factor, float* to, int64_t to_row) {
-  for (int64_t m = 0; m < rows; ++m) {
-    const float* x = from + m * width;
-    float* y = to + m * to_row;
-    int64_t d = 0;
-    for (; d + kLanes <= size; d += kLanes) store(y + d, load(x + d) * factor);
-    for (; d < size; ++d) y[d] = x[d] * factor;
-  }
+// The way back, into [row, head, size].
+static void write_rows(const float* from, int64_t from_head, int64_t width, int64_t rows, int64_t heads, int64_t size, float factor, float* to, int64_t to_row) {
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* x = from + h * from_head + m * width;
+      float* y = to + m * to_row + h * size;
+      int64_t d = 0;
+      for (; d + kLanes <= size; d += kLanes) store(y + d, load(x + d) * factor);
+      for (; d < size; ++d) y[d] = x[d] * factor;
+    }
+}
+
+static float inner(const float* a, const float* b, int64_t size) {
+  Floats product = {};
+  int64_t d = 0;
+  for (; d + kLanes <= size; d += kLanes) product += load(a + d) * load(b + d);
+  float sum = total(product);
+  for (; d < size; ++d) sum += a[d] * b[d];
+  return sum;
 }
 
 static bool ascend(const int64_t* times, int64_t length) {
@@ -277,54 +292,54 @@ static void attend_forward(const JaggedFusion& a, const FusionTask& task, const 
   const int64_t rows = task.row_end - task.row_begin, groups = task.group_end - task.group_begin;
   const auto rounded = FusionScratch::rounded;
   const int64_t per_head = rounded(rows * at.width) + rounded(rows * at.value_width) + 2 * rounded(rows) + rounded(at.positions);
-  const int64_t per_group = rounded(kKeys * at.width) + rounded(kKeys * at.value_width);
-  FusionScratch scratch(at.heads * per_head + groups * per_group + kKeys * kKeys);
+  const int64_t key_tile = rounded(kKeys * at.width), value_tile = rounded(kKeys * at.value_width);
+  FusionScratch scratch(at.heads * per_head + groups * (2 * key_tile + value_tile) + kKeys * kKeys);
   static thread_local BucketTile tile;
   float *q = scratch.take(at.heads * rounded(rows * at.width)), *o = scratch.take(at.heads * rounded(rows * at.value_width));
   float *top = scratch.take(at.heads * rounded(rows)), *sum = scratch.take(at.heads * rounded(rows)), *table = scratch.take(at.heads * rounded(at.positions));
-  float *k = scratch.take(groups * rounded(kKeys * at.width)), *v = scratch.take(groups * rounded(kKeys * at.value_width)), *s = scratch.take(kKeys * kKeys);
+  float *k = scratch.take(groups * key_tile), *k_turned = scratch.take(groups * key_tile), *v = scratch.take(groups * value_tile), *s = scratch.take(kKeys * kKeys);
   std::fill(o, o + at.heads * rounded(rows * at.value_width), 0.0f);
   if (Form == 1) std::fill(top, top + at.heads * rounded(rows), -INFINITY), std::fill(sum, sum + at.heads * rounded(rows), 0.0f);
   static thread_local std::vector<FusionBias> bias;
   bias.assign(at.heads, FusionBias{});
+  if (Form != 2) {
+    const float* from = a.q + (at.start + task.row_begin) * a.q_row + at.first_head * a.q_head;
+    gather_rows(from, a.q_row, a.q_head, rows, at.heads, a.size, at.width, at.score_factor, q, rounded(rows * at.width));
+  }
   for (int64_t h = 0; h < at.heads; ++h) {
     const int64_t head = at.first_head + h;
-    if (Form != 2) copy_rows(a.q + (at.start + task.row_begin) * a.q_row + head * a.q_head, a.q_row, rows, a.size, at.width, at.score_factor, q + h * rounded(rows * at.width));
     if (a.times) bias[h].tile = &tile, bias[h].time_weights = a.time_weights + head * a.buckets;
     if (a.position_weights) bias[h].position_weights = lay_positions(a, head, at.length, table + h * rounded(at.positions));
   }
   for (int64_t first = 0; first < task.row_end; first += kKeys) {
     const int64_t keys = std::min(kKeys, task.row_end - first);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t group = task.group_begin + g;
-      if (Form != 2) turn(a.k + (at.start + first) * a.k_row + group * a.k_head, a.k_row, keys, a.size, k + g * rounded(kKeys * at.width));
-      copy_rows(a.v + (at.start + first) * a.v_row + group * a.v_head, a.v_row, keys, a.value_size, at.value_width, 1.0f, v + g * rounded(kKeys * at.value_width));
-    }
+    const float* k_from = a.k + (at.start + first) * a.k_row + task.group_begin * a.k_head;
+    const float* v_from = a.v + (at.start + first) * a.v_row + task.group_begin * a.v_head;
+    if (Form != 2) gather_rows(k_from, a.k_row, a.k_head, keys, groups, a.size, at.width, 1.0f, k, key_tile);
+    gather_rows(v_from, a.v_row, a.v_head, keys, groups, a.value_size, at.value_width, 1.0f, v, value_tile);
+    for (int64_t g = 0; g < groups && Form != 2; ++g) turn(k + g * key_tile, at.width, keys, a.size, k_turned + g * key_tile);
     for (int64_t row = std::max(first, task.row_begin); row < task.row_end; row += kKeys) {
       const FusionBlock b{std::min(kKeys, task.row_end - row), keys, row, first, row == first};
       if (a.times) find_buckets(buckets, a.times + at.start, at.ascending, b, tile);
       for (int64_t h = 0; h < at.heads; ++h) {
         const int64_t g = h / a.share, m = row - task.row_begin;
         float* o_rows = o + h * rounded(rows * at.value_width) + m * at.value_width;
-        if (Form != 2) fusion_products(b, q + h * rounded(rows * at.width) + m * at.width, at.width, a.size, k + g * rounded(kKeys * at.width), s);
+        if (Form != 2) fusion_products(b, q + h * rounded(rows * at.width) + m * at.width, at.width, a.size, k_turned + g * key_tile, s);
         weigh<Form>(b, bias[h], s, top + h * rounded(rows) + m, sum + h * rounded(rows) + m, o_rows, at.value_width);
-        add_by_rows(b, s, v + g * rounded(kKeys * at.value_width), at.value_width, o_rows);
+        add_by_rows(b, s, v + g * value_tile, at.value_width, o_rows);
       }
     }
   }
-  for (int64_t h = 0; h < at.heads; ++h) {
-    const float *o_rows = o + h * rounded(rows * at.value_width), *tops = top + h * rounded(rows), *totals = sum + h * rounded(rows);
-    float* out = a.out + ((at.start + task.row_begin) * a.heads + at.first_head + h) * a.value_size;
-    float* sums = a.sums + (at.start + task.row_begin) * a.heads + at.first_head + h;
-    if (Form != 1) {
-      write_rows(o_rows, at.value_width, rows, a.value_size, at.value_factor, out, a.heads * a.value_size);
-      continue;
+  float* out = a.out + ((at.start + task.row_begin) * a.heads + at.first_head) * a.value_size;
+  float* sums = a.sums + (at.start + task.row_begin) * a.heads + at.first_head;
+  if (Form != 1) return write_rows(o, rounded(rows * at.value_width), at.value_width, rows, at.heads, a.value_size, at.value_factor, out, a.heads * a.value_size);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t h = 0; h < at.heads; ++h) {
+      const float* o_row = o + h * rounded(rows * at.value_width) + m * at.value_width;
+      const float all = sum[h * rounded(rows) + m];
+      write_rows(o_row, 0, 0, 1, 1, a.value_size, 1.0f / all, out + (m * a.heads + h) * a.value_size, 0);
+      sums[m * a.heads + h] = top[h * rounded(rows) + m] + std::log(all);
     }
-    for (int64_t m = 0; m < rows; ++m) {
-      write_rows(o_rows + m * at.value_width, at.value_width, 1, a.value_size, 1.0f / totals[m], out + m * a.heads * a.value_size, 0);
-      sums[m * a.heads] = tops[m] + std::log(totals[m]);
-    }
-  }
 }
 
 template <int Form>
@@ -335,33 +350,29 @@ static void attend_backward(const JaggedFusion& a, const FusionTask& task, const
   const int64_t wide = rounded(n * at.width), value_wide = rounded(n * at.value_width), thin = rounded(n), placed = rounded(at.positions);
   const int64_t timed = a.grad_time ? a.buckets * kLanes : 0, moved = a.grad_position ? placed : 0;
   const int64_t key_tile = rounded(kKeys * at.width), value_tile = rounded(kKeys * at.value_width);
-  FusionScratch scratch(heads * (2 * wide + value_wide + 2 * thin + placed + timed + moved) + groups * (3 * key_tile + 2 * value_tile) + 2 * kKeys * kKeys);
+  FusionScratch scratch(heads * (2 * wide + value_wide + 2 * thin + placed + timed + moved) + groups * (3 * key_tile + 3 * value_tile) + 2 * kKeys * kKeys);
   static thread_local BucketTile tile;
   float *q = scratch.take(heads * wide), *grad_q = scratch.take(heads * wide), *grad_o = scratch.take(heads * value_wide);
   float *sums = scratch.take(heads * thin), *delta = scratch.take(heads * thin), *table = scratch.take(heads * placed);
   float *time_sums = scratch.take(heads * timed), *position_sums = scratch.take(heads * moved);
   float *k_turned = scratch.take(groups * key_tile), *k = scratch.take(groups * key_tile), *grad_k = scratch.take(groups * key_tile);
-  float *v_turned = scratch.take(groups * value_tile), *grad_v = scratch.take(groups * value_tile);
+  float *v_turned = scratch.take(groups * value_tile), *v = scratch.take(groups * value_tile), *grad_v = scratch.take(groups * value_tile);
   float *s = scratch.take(kKeys * kKeys), *g = scratch.take(kKeys * kKeys);
   if (Form != 2) std::fill(grad_q, grad_q + heads * wide, 0.0f);
   std::fill(time_sums, time_sums + heads * (timed + moved), 0.0f);
   static thread_local std::vector<FusionBias> bias;
   bias.assign(heads, FusionBias{});
+  if (Form != 2) gather_rows(a.q + at.start * a.q_row + at.first_head * a.q_head, a.q_row, a.q_head, n, heads, a.size, at.width, at.score_factor, q, wide);
+  const float* grad_from = a.grad_out + at.start * a.grad_row + at.first_head * a.grad_head;
+  gather_rows(grad_from, a.grad_row, a.grad_head, n, heads, a.value_size, at.value_width, at.value_factor, grad_o, value_wide);
+  for (int64_t m = 0; m < n && Form == 1; ++m)
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t place = (at.start + m) * a.heads + at.first_head + h;
+      delta[h * thin + m] = inner(a.out + place * a.value_size, grad_o + h * value_wide + m * at.value_width, a.value_size);
+      sums[h * thin + m] = a.sums[place];
+    }
   for (int64_t h = 0; h < heads; ++h) {
     const int64_t head = at.first_head + h;
-    if (Form != 2) copy_rows(a.q + at.start * a.q_row + head * a.q_head, a.q_row, n, a.size, at.width, at.score_factor, q + h * wide);
-    copy_rows(a.grad_out + at.start * a.grad_row + head * a.grad_head, a.grad_row, n, a.value_size, at.value_width, at.value_factor, grad_o + h * value_wide);
-    if (Form == 1)
-      for (int64_t m = 0; m < n; ++m) {
-        const float *out = a.out + ((at.start + m) * a.heads + head) * a.value_size, *given = grad_o + h * value_wide + m * at.value_width;
-        Floats product = {};
-        int64_t d = 0;
-        for (; d + kLanes <= a.value_size; d += kLanes) product += load(out + d) * load(given + d);
-        float all = total(product);
-        for (; d < a.value_size; ++d) all += out[d] * given[d];
-        delta[h * thin + m] = all;
-        sums[h * thin + m] = a.sums[(at.start + m) * a.heads + head];
-      }
     if (a.times) bias[h].tile = &tile, bias[h].time_weights = a.time_weights + head * a.buckets;
     if (a.position_weights) bias[h].position_weights = lay_positions(a, head, n, table + h * placed);
     if (a.grad_time) bias[h].time_sums = time_sums + h * timed;
@@ -369,10 +380,13 @@ static void attend_backward(const JaggedFusion& a, const FusionTask& task, const
   }
   for (int64_t first = 0; first < n; first += kKeys) {
     const int64_t keys = std::min(kKeys, n - first);
+    const float* k_from = a.k + (at.start + first) * a.k_row + task.group_begin * a.k_head;
+    const float* v_from = a.v + (at.start + first) * a.v_row + task.group_begin * a.v_head;
+    if (Form != 2) gather_rows(k_from, a.k_row, a.k_head, keys, groups, a.size, at.width, 1.0f, k, key_tile);
+    gather_rows(v_from, a.v_row, a.v_head, keys, groups, a.value_size, at.value_width, 1.0f, v, value_tile);
     for (int64_t i = 0; i < groups; ++i) {
-      const float *k_rows = a.k + (at.start + first) * a.k_row + (task.group_begin + i) * a.k_head;
-      if (Form != 2) turn(k_rows, a.k_row, keys, a.size, k_turned + i * key_tile), copy_rows(k_rows, a.k_row, keys, a.size, at.width, 1.0f, k + i * key_tile);
-      turn(a.v + (at.start + first) * a.v_row + (task.group_begin + i) * a.v_head, a.v_row, keys, a.value_size, v_turned + i * value_tile);
+      if (Form != 2) turn(k + i * key_tile, at.width, keys, a.size, k_turned + i * key_tile);
+      turn(v + i * value_tile, at.value_width, keys, a.value_size, v_turned + i * value_tile);
     }
     std::fill(grad_k, grad_k + groups * key_tile, 0.0f);
     std::fill(grad_v, grad_v + groups * value_tile, 0.0f);
@@ -391,15 +405,13 @@ static void attend_backward(const JaggedFusion& a, const FusionTask& task, const
         add_by_rows(b, g, k + i * key_tile, at.width, grad_q + h * wide + row * at.width);
       }
     }
-    for (int64_t i = 0; i < groups; ++i) {
-      const int64_t kv_heads = a.heads / a.share, to = (at.start + first) * kv_heads + task.group_begin + i;
-      if (Form != 2) write_rows(grad_k + i * key_tile, at.width, keys, a.size, 1.0f, a.grad_k + to * a.size, kv_heads * a.size);
-      write_rows(grad_v + i * value_tile, at.value_width, keys, a.value_size, 1.0f, a.grad_v + to * a.value_size, kv_heads * a.value_size);
-    }
+    const int64_t kv_heads = a.heads / a.share, to = (at.start + first) * kv_heads + task.group_begin;
+    if (Form != 2) write_rows(grad_k, key_tile, at.width, keys, groups, a.size, 1.0f, a.grad_k + to * a.size, kv_heads * a.size);
+    write_rows(grad_v, value_tile, at.value_width, keys, groups, a.value_size, 1.0f, a.grad_v + to * a.value_size, kv_heads * a.value_size);
   }
+  if (Form != 2) write_rows(grad_q, wide, at.width, n, heads, a.size, at.score_factor, a.grad_q + (at.start * a.heads + at.first_head) * a.size, a.heads * a.size);
   for (int64_t h = 0; h < heads; ++h) {
     const int64_t head = at.first_head + h;
-    if (Form != 2) write_rows(grad_q + h * wide, at.width, n, a.size, at.score_factor, a.grad_q + (at.start * a.heads + head) * a.size, a.heads * a.size);
     if (a.grad_time)
       for (int64_t bucket = 0; bucket < a.buckets; ++bucket)
         a.time_parts[(task.sequence * a.heads + head) * a.buckets + bucket] = total(load(time_sums + h * timed + bucket * kLanes));

@@ -59,13 +59,15 @@ class TimeBuckets {
 
 constexpr int64_t kFusionRows = 512;  // queries of one forward task, whatever the threads, so that no sum depends on them
 
-// The longest first. Heads share the buckets of their sequence's times, so as many as leave work for every thread go together.
+// The longest first. Heads share the buckets of their sequence's times, so as many as leave work for every thread go together; those of a short sequence do
+// too, since they lie together in memory.
 static std::vector<FusionTask> fusion_tasks(const JaggedFusion& a, bool backward, int64_t threads) {
   const int64_t groups = a.heads / a.share;
-  const int64_t together = a.times && threads <= 2 ? std::max<int64_t>(1, groups / threads) : 1;
   std::vector<FusionTask> tasks;
   for (int64_t sequence = 0; sequence < a.sequences; ++sequence) {
     const int64_t length = a.offsets[sequence + 1] - a.offsets[sequence], rows = backward ? length : kFusionRows;
+    const bool whole = length <= 128 && a.sequences >= 4 * threads;
+    const int64_t together = whole ? groups : a.times && threads <= 2 ? std::max<int64_t>(1, groups / threads) : 1;
     for (int64_t begin = 0; begin < length; begin += rows)
       for (int64_t group = 0; group < groups; group += together) {
         const int64_t end = std::min(begin + rows, length), last = std::min(group + together, groups);
