@@ -1,0 +1,215 @@
+"""Negatives of training targets from several sources, with the probability that a draw had: what the loss needs to be unbiased.
+
+Sources: uniform over all items; popularity to a power; items whose semantic id begins like the target's (hard); items that a model's own beams hold
+for the target's history (hard); and the batch's own targets. What a user is known to have taken is no negative: its place is -1.
+The probability is that of the whole mixture: how often an item is expected among a target's negatives, divided by their number.
+Legend: N items, T targets, R negatives of a target, W beams, S negatives shared by a batch, U users, K known pairs, L levels, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.integer]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class NegativeMix:
+    """How many negatives of each source a target gets."""
+
+    uniform: int = 0
+    popularity: int = 64
+    exponent: float = 0.75
+    """Power of an item's training count that ``popularity`` draws by; 0 is uniform, 1 the data's own distribution."""
+    prefix: int = 0
+    prefix_levels: int = 1
+    """How many first codes a ``prefix`` negative has in common with the target."""
+    beams: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("uniform", 0, 65536), ("popularity", 0, 65536), ("exponent", 0, 4), ("prefix", 0, 65536), ("prefix_levels", 1, 64), ("beams", 0, 4096)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or (name != "exponent" and value != int(value)):
+                raise ValueError(f"negatives {name} is {value!r}: give a {'number' if name == 'exponent' else 'whole number'} from {low} to {high}")
+        if not self.size:
+            raise ValueError("no source gives a negative: give at least one of uniform, popularity, prefix, beams")
+
+    @property
+    def size(self) -> int:
+        """Negatives of a target."""
+        return self.uniform + self.popularity + self.prefix + self.beams
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> NegativeMix:
+        """From a message or a job's configuration.
+
+        Raises: ValueError that names the field.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"negatives field {name!r} is unknown: known are {', '.join(known)}")
+        return cls(**values)
+
+    def values(self) -> dict[str, float]:
+        """As a message carries it."""
+        return asdict(self)
+
+
+class Drawn(NamedTuple):
+    """Rows of negatives, -1 where there is none, and the logarithm of the probability that one draw of the mixture gives this row.
+
+    Shapes: ``rows`` [T, R] int32, ``log_q`` [T, R] float32; of negatives that a batch shares [S].
+    """
+
+    rows: npt.NDArray[np.int32]
+    log_q: FloatArray
+
+
+class AliasTable:
+    """Draws from weights in constant time: each place holds two items and where to cut between them.
+
+    Source: Vose, A linear algorithm for generating random numbers with a given distribution, 1991.
+    """
+
+    def __init__(self, weights_N: npt.NDArray[np.float64]) -> None:
+        total = weights_N.sum()
+        if not len(weights_N) or not np.isfinite(total) or total <= 0 or (weights_N < 0).any():
+            raise ValueError(f"{len(weights_N)} weights with sum {total}: give at least one positive weight and no negative one")
+        self.probabilities_N = weights_N / total
+        size = len(weights_N)
+        self._cut_N, self._other_N = np.ones(size), np.arange(size)
+        scaled = self.probabilities_N * size
+        small, large = list(np.flatnonzero(scaled < 1)), list(np.flatnonzero(scaled >= 1))
+        while small and large:
+            low, high = small.pop(), large.pop()
+            self._cut_N[low], self._other_N[low] = scaled[low], high
+            scaled[high] -= 1 - scaled[low]
+            (small if scaled[high] < 1 else large).append(high)
+
+    def draw(self, count: int, rng: np.random.Generator) -> IntArray:
+        """Rows drawn with replacement."""
+        places = rng.integers(0, len(self._cut_N), count)
+        return np.where(rng.random(count) < self._cut_N[places], places, self._other_N[places])
+
+
+class KnownPairs:
+    """Which items each user is known to have taken, as sorted keys."""
+
+    def __init__(self, users_K: Rows, rows_K: Rows, num_items: int) -> None:
+        self._num_items = num_items
+        self.keys_K = np.unique(np.asarray(users_K, dtype=np.int64) * num_items + np.asarray(rows_K, dtype=np.int64))
+
+    def holds(self, users: Rows, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Where a row is known of a user; shapes broadcast."""
+        keys = np.asarray(users, dtype=np.int64) * self._num_items + rows
+        if not len(self.keys_K):
+            return np.zeros(keys.shape, dtype=bool)
+        found = self.keys_K[np.minimum(np.searchsorted(self.keys_K, keys), len(self.keys_K) - 1)]
+        result: npt.NDArray[np.bool_] = found == keys
+        return result
+
+
+class NegativeSampler:
+    """Draws a mixture of negatives for targets; all its randomness comes from the generator that it is given."""
+
+    def __init__(self, mix: NegativeMix, counts_N: Rows, codes_NL: Rows | None = None) -> None:
+        """``counts_N`` are training counts; ``codes_NL`` semantic ids in the same rows, a first code of -1 where there is none."""
+        self.mix, self.num_items = mix, len(counts_N)
+        if not self.num_items:
+            raise ValueError("there are no items to draw negatives from")
+        # An item that training never saw is still an item: it can be drawn as if seen once.
+        weights_N = np.maximum(np.asarray(counts_N, dtype=np.float64), 1.0)
+        self._popularity = AliasTable(weights_N**mix.exponent)
+        self._shares_N = weights_N / weights_N.sum()
+        if mix.prefix:
+            if codes_NL is None or codes_NL.ndim != 2 or len(codes_NL) != self.num_items or codes_NL.shape[1] < mix.prefix_levels:
+                shape = "none" if codes_NL is None else str(codes_NL.shape)
+                raise ValueError(f"prefix negatives share {mix.prefix_levels} codes, and the codes are {shape}: give a catalog with that many levels")
+            self._group_N, self._group_order, self._group_starts, self._group_sizes = _groups(codes_NL[:, : mix.prefix_levels])
+
+    def draw(
+        self, targets_T: Rows, rng: np.random.Generator, *, users_T: Rows | None = None, known: KnownPairs | None = None, beams_TW: Rows | None = None
+    ) -> Drawn:
+        """Negatives of each target; ``beams_TW`` are rows that a model's beams hold, -1 where there are fewer.
+
+        Raises: ValueError where the mixture asks for beams and none are given.
+        """
+        mix, targets_T = self.mix, np.asarray(targets_T, dtype=np.int64)
+        size = len(targets_T)
+        parts: list[Rows] = []
+        if mix.uniform:
+            parts.append(rng.integers(0, self.num_items, (size, mix.uniform)))
+        if mix.popularity:
+            parts.append(self._popularity.draw(size * mix.popularity, rng).reshape(size, mix.popularity))
+        if mix.prefix:
+            group_T = self._group_N[targets_T]
+            place = (rng.random((size, mix.prefix)) * self._group_sizes[group_T][:, None]).astype(np.int64)
+            parts.append(np.where(group_T[:, None] >= 0, self._group_order[self._group_starts[group_T][:, None] + place], -1))
+        beams_TW = self._beams(beams_TW, size) if mix.beams else np.full((size, 0), -1)
+        if mix.beams:
+            # Any of them alike: the first ones would always be the same.
+            order = rng.random(beams_TW.shape).argsort(1)[:, : mix.beams]
+            chosen = np.take_along_axis(beams_TW, order, 1)
+            parts.append(np.pad(chosen, ((0, 0), (0, mix.beams - chosen.shape[1])), constant_values=-1))
+        rows_TR = np.concatenate(parts, axis=1)
+        log_q_TR = self.log_q(targets_T, rows_TR, beams_TW)
+        if known is not None and users_T is not None:
+            rows_TR = np.where(known.holds(np.asarray(users_T)[:, None], rows_TR), -1, rows_TR)
+        return Drawn(rows_TR.astype(np.int32), log_q_TR)
+
+    def log_q(self, targets_T: Rows, rows_TR: Rows, beams_TW: Rows) -> FloatArray:
+        """Logarithm of the probability of each row under the mixture for its target."""
+        mix = self.mix
+        at_TR = np.maximum(rows_TR, 0)
+        expected_TR = mix.popularity * self._popularity.probabilities_N[at_TR] + mix.uniform / self.num_items
+        if mix.prefix:
+            group_T1 = self._group_N[targets_T][:, None]
+            expected_TR += np.where((group_T1 >= 0) & (self._group_N[at_TR] == group_T1), mix.prefix / self._group_sizes[group_T1], 0.0)
+        if mix.beams:
+            taken = min(mix.beams, beams_TW.shape[1]) / max(beams_TW.shape[1], 1)
+            held_TR = np.zeros(rows_TR.shape, dtype=bool)
+            for beam_T in beams_TW.T:  # one at a time: no array of targets x negatives x beams
+                held_TR |= rows_TR == np.where(beam_T < 0, -2, beam_T)[:, None]
+            expected_TR += np.where(held_TR, taken, 0.0)
+        result: FloatArray = np.log(np.maximum(expected_TR, 1e-30) / mix.size).astype(np.float32)
+        return result
+
+    def draw_shared(self, count: int, rng: np.random.Generator) -> Drawn:
+        """Negatives that all targets of a batch share, by popularity to the mixture's power."""
+        rows_S = self._popularity.draw(count, rng)
+        return Drawn(rows_S.astype(np.int32), np.log(self._popularity.probabilities_N[rows_S]).astype(np.float32))
+
+    def in_batch(self, targets_T: Rows) -> Drawn:
+        """The targets of a batch as negatives of all of it, each item once: they come as often as in the data, which ``log_q`` takes back.
+
+        An item that stands ``m`` times among T targets counts m times, as its expected number is T times its share of the data.
+        """
+        rows_S, times_S = np.unique(targets_T, return_counts=True)
+        if not len(rows_S):
+            return Drawn(rows_S.astype(np.int32), np.zeros(0, dtype=np.float32))
+        log_q_S = np.log(self._shares_N[rows_S] * len(targets_T) / (times_S * len(rows_S)))
+        return Drawn(rows_S.astype(np.int32), log_q_S.astype(np.float32))
+
+    def _beams(self, beams_TW: Rows | None, size: int) -> Rows:
+        if beams_TW is None or beams_TW.ndim != 2 or len(beams_TW) != size:
+            shape = "none" if beams_TW is None else str(beams_TW.shape)
+            raise ValueError(f"the mixture takes {self.mix.beams} negatives from beams, and the beams of {size} targets are {shape}: give [targets, beams]")
+        return beams_TW
+
+
+def _groups(codes_NP: Rows) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Group of each item (-1 without codes), items in the order of their groups, and where each group begins and how many it has."""
+    _, group_N = np.unique(codes_NP, axis=0, return_inverse=True)
+    group_N = group_N.reshape(-1).astype(np.int64)
+    order = np.argsort(group_N, kind="stable")
+    sizes = np.bincount(group_N)
+    starts = np.cumsum(sizes) - sizes
+    return np.where(codes_NP[:, 0] < 0, -1, group_N), order, starts, sizes
