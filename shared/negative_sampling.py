@@ -34,7 +34,14 @@ class NegativeMix:
     beams: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("uniform", 0, 65536), ("popularity", 0, 65536), ("exponent", 0, 4), ("prefix", 0, 65536), ("prefix_levels", 1, 64), ("beams", 0, 4096)):
+        for name, low, high in (
+            ("uniform", 0, 65536),
+            ("popularity", 0, 65536),
+            ("exponent", 0, 4),
+            ("prefix", 0, 65536),
+            ("prefix_levels", 1, 64),
+            ("beams", 0, 4096),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or (name != "exponent" and value != int(value)):
                 raise ValueError(f"negatives {name} is {value!r}: give a {'number' if name == 'exponent' else 'whole number'} from {low} to {high}")
@@ -56,7 +63,8 @@ class NegativeMix:
         for name in values:
             if name not in known:
                 raise ValueError(f"negatives field {name!r} is unknown: known are {', '.join(known)}")
-        return cls(**values)
+        # JSON tells 4 from 4.0 as it likes.
+        return cls(**{name: int(value) if name != "exponent" and isinstance(value, float) and value.is_integer() else value for name, value in values.items()})
 
     def values(self) -> dict[str, float]:
         """As a message carries it."""
