@@ -69,7 +69,7 @@ def test_what_the_room_draws_is_what_a_run_would_draw_itself(room: Room, dataset
     events_T = np.random.default_rng(0).permutation(len(shards.source.events.rows_E))[:50]
     alone = shards_of(room, wanted, lambda _: None, Time())
     for epoch in range(3):
-        drawn, own = shards.draw(epoch, events_T), alone.draw(epoch, events_T)
+        own, drawn = alone.draw(epoch, events_T), shards.draw(epoch, events_T)
         assert np.array_equal(drawn.rows, own.rows) and np.array_equal(drawn.log_q, own.log_q)
     total = shards.source.events.num_shards
     assert (shards.drawn_here, shards.from_room) == (0, 3 * total)
