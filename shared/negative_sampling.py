@@ -1,8 +1,9 @@
-"""Negatives of training targets from several sources, with the probability that a draw had: what the loss needs to be unbiased.
+"""Negatives of training targets from several sources, and the probability that a draw had: what the loss needs to be unbiased.
 
 Sources: uniform over all items; popularity to a power; items whose semantic id begins like the target's (hard); items that a model's own beams hold
 for the target's history (hard); and the batch's own targets. What a user is known to have taken is no negative: its place is -1.
-The probability is that of the whole mixture: how often an item is expected among a target's negatives, divided by their number.
+The probability is that of the whole mixture: how often an item is expected among a target's negatives, divided by their number. Beams are there for certain.
+It is a function of targets and negatives alone, so that nothing but rows has to be kept between the draw and the loss.
 Legend: N items, T targets, R negatives of a target, W beams, S negatives shared by a batch, U users, K known pairs, L levels, G groups.
 """
 
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.integer]
-FloatArray = npt.NDArray[np.float32]
+Negatives = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,6 @@ class NegativeMix:
     def values(self) -> dict[str, float]:
         """As a message carries it."""
         return asdict(self)
-
-
-class Drawn(NamedTuple):
-    """Rows of negatives, -1 where there is none, and the logarithm of the probability that one draw of the mixture gives this row.
-
-    Shapes: ``rows`` [T, R] int32, ``log_q`` [T, R] float32; of negatives that a batch shares [S].
-    """
-
-    rows: npt.NDArray[np.int32]
-    log_q: FloatArray
 
 
 class AliasTable:
@@ -136,75 +129,78 @@ class NegativeSampler:
         # An item that training never saw is still an item: it can be drawn as if seen once.
         weights_N = np.maximum(np.asarray(counts_N, dtype=np.float64), 1.0)
         self._popularity = AliasTable(weights_N**mix.exponent)
-        self._shares_N = weights_N / weights_N.sum()
+        self._drawn_N = torch.from_numpy(mix.popularity * self._popularity.probabilities_N + mix.uniform / self.num_items).float()
+        self._popular_N = torch.from_numpy(self._popularity.probabilities_N).float()
+        self._in_data_N = torch.from_numpy(weights_N / weights_N.sum()).float()
+        self._groups = None
         if mix.prefix:
             if codes_NL is None or codes_NL.ndim != 2 or len(codes_NL) != self.num_items or codes_NL.shape[1] < mix.prefix_levels:
                 shape = "none" if codes_NL is None else str(codes_NL.shape)
                 raise ValueError(f"prefix negatives share {mix.prefix_levels} codes, and the codes are {shape}: give a catalog with that many levels")
-            self._group_N, self._group_order, self._group_starts, self._group_sizes = _groups(codes_NL[:, : mix.prefix_levels])
+            self._groups = _Groups.of(codes_NL[:, : mix.prefix_levels])
 
     def draw(
         self, targets_T: Rows, rng: np.random.Generator, *, users_T: Rows | None = None, known: KnownPairs | None = None, beams_TW: Rows | None = None
-    ) -> Drawn:
-        """Negatives of each target; ``beams_TW`` are rows that a model's beams hold, -1 where there are fewer.
+    ) -> Negatives:
+        """Negatives of each target [T, R], source after source, -1 where there is none; ``beams_TW`` are rows that a model's beams hold, -1 where fewer.
 
         Raises: ValueError where the mixture asks for beams and none are given.
         """
-        mix, targets_T = self.mix, np.asarray(targets_T, dtype=np.int64)
-        size = len(targets_T)
+        mix = self.mix
+        at_T: IntArray = np.asarray(targets_T, dtype=np.int64)
+        size = len(at_T)
         parts: list[Rows] = []
         if mix.uniform:
             parts.append(rng.integers(0, self.num_items, (size, mix.uniform)))
         if mix.popularity:
             parts.append(self._popularity.draw(size * mix.popularity, rng).reshape(size, mix.popularity))
-        if mix.prefix:
-            group_T = self._group_N[targets_T]
-            place = (rng.random((size, mix.prefix)) * self._group_sizes[group_T][:, None]).astype(np.int64)
-            parts.append(np.where(group_T[:, None] >= 0, self._group_order[self._group_starts[group_T][:, None] + place], -1))
-        beams_TW = self._beams(beams_TW, size) if mix.beams else np.full((size, 0), -1)
+        if self._groups is not None:
+            parts.append(self._groups.draw(at_T, mix.prefix, rng))
         if mix.beams:
+            beams_TW = self._beams(beams_TW, size)
             # Any of them alike: the first ones would always be the same.
             order = rng.random(beams_TW.shape).argsort(1)[:, : mix.beams]
             chosen = np.take_along_axis(beams_TW, order, 1)
             parts.append(np.pad(chosen, ((0, 0), (0, mix.beams - chosen.shape[1])), constant_values=-1))
         rows_TR = np.concatenate(parts, axis=1)
-        log_q_TR = self.log_q(targets_T, rows_TR, beams_TW)
         if known is not None and users_T is not None:
             rows_TR = np.where(known.holds(np.asarray(users_T)[:, None], rows_TR), -1, rows_TR)
-        return Drawn(rows_TR.astype(np.int32), log_q_TR)
+        return rows_TR.astype(np.int32)
 
-    def log_q(self, targets_T: Rows, rows_TR: Rows, beams_TW: Rows) -> FloatArray:
-        """Logarithm of the probability of each row under the mixture for its target."""
-        mix = self.mix
-        at_TR = np.maximum(rows_TR, 0)
-        expected_TR = mix.popularity * self._popularity.probabilities_N[at_TR] + mix.uniform / self.num_items
-        if mix.prefix:
-            group_T1 = self._group_N[targets_T][:, None]
-            expected_TR += np.where((group_T1 >= 0) & (self._group_N[at_TR] == group_T1), mix.prefix / self._group_sizes[group_T1], 0.0)
-        if mix.beams:
-            taken = min(mix.beams, beams_TW.shape[1]) / max(beams_TW.shape[1], 1)
-            held_TR = np.zeros(rows_TR.shape, dtype=bool)
-            for beam_T in beams_TW.T:  # one at a time: no array of targets x negatives x beams
-                held_TR |= rows_TR == np.where(beam_T < 0, -2, beam_T)[:, None]
-            expected_TR += np.where(held_TR, taken, 0.0)
-        result: FloatArray = np.log(np.maximum(expected_TR, 1e-30) / mix.size).astype(np.float32)
-        return result
+    def log_q(self, targets_T: Tensor, rows_TR: Tensor) -> Tensor:
+        """Logarithm of the probability of each drawn row for its target, on the device of ``rows_TR``.
 
-    def draw_shared(self, count: int, rng: np.random.Generator) -> Drawn:
-        """Negatives that all targets of a batch share, by popularity to the mixture's power."""
-        rows_S = self._popularity.draw(count, rng)
-        return Drawn(rows_S.astype(np.int32), np.log(self._popularity.probabilities_N[rows_S]).astype(np.float32))
-
-    def in_batch(self, targets_T: Rows) -> Drawn:
-        """The targets of a batch as negatives of all of it, each item once: they come as often as in the data, which ``log_q`` takes back.
-
-        An item that stands ``m`` times among T targets counts m times, as its expected number is T times its share of the data.
+        The rows must be those of ``draw``, in its order: the last ones are beams, which are there for certain once they have been chosen.
         """
-        rows_S, times_S = np.unique(targets_T, return_counts=True)
-        if not len(rows_S):
-            return Drawn(rows_S.astype(np.int32), np.zeros(0, dtype=np.float32))
-        log_q_S = np.log(self._shares_N[rows_S] * len(targets_T) / (times_S * len(rows_S)))
-        return Drawn(rows_S.astype(np.int32), log_q_S.astype(np.float32))
+        mix, device = self.mix, rows_TR.device
+        at_TR = rows_TR.clamp(min=0).long()
+        expected_TR = self._drawn_N.to(device)[at_TR]
+        if self._groups is not None:
+            expected_TR += mix.prefix * self._groups.probability(targets_T, at_TR)
+        for column_T in rows_TR[:, mix.size - mix.beams :].T if mix.beams else ():
+            # One at a time: no array of targets x negatives x beams. No two columns of a target hold the same item.
+            expected_TR += (rows_TR == column_T.unsqueeze(1)).float()
+        return (expected_TR.clamp_(min=1e-30) / mix.size).log_()
+
+    def draw_shared(self, count: int, rng: np.random.Generator, targets_T: Rows | None = None) -> Negatives:
+        """Negatives that all targets of a batch share [S]: drawn by popularity to the mixture's power, then, where they are given, the batch's own targets."""
+        rows = [self._popularity.draw(count, rng)]
+        if targets_T is not None:
+            rows.append(np.unique(targets_T))
+        return np.concatenate(rows).astype(np.int32)
+
+    def log_q_shared(self, rows_S: Tensor, count: int, targets_T: Tensor | None = None) -> Tensor:
+        """Logarithm of the probability of each row of ``draw_shared``.
+
+        A target that stands ``m`` times in a batch of T counts m times: T times its share of the data is how often that is expected.
+        """
+        device = rows_S.device
+        at_S = rows_S.long()
+        expected_S, times_S = count * self._popular_N.to(device)[at_S], torch.ones(len(rows_S), device=device)
+        if targets_T is not None and len(targets_T):
+            expected_S += len(targets_T) * self._in_data_N.to(device)[at_S]
+            times_S[count:] = torch.unique(targets_T.to(device), return_counts=True)[1].float()
+        return (expected_S / (times_S * max(len(rows_S), 1))).clamp_(min=1e-30).log_()
 
     def _beams(self, beams_TW: Rows | None, size: int) -> Rows:
         if beams_TW is None or beams_TW.ndim != 2 or len(beams_TW) != size:
@@ -213,11 +209,33 @@ class NegativeSampler:
         return beams_TW
 
 
-def _groups(codes_NP: Rows) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Group of each item (-1 without codes), items in the order of their groups, and where each group begins and how many it has."""
-    _, group_N = np.unique(codes_NP, axis=0, return_inverse=True)
-    group_N = group_N.reshape(-1).astype(np.int64)
-    order = np.argsort(group_N, kind="stable")
-    sizes = np.bincount(group_N)
-    starts = np.cumsum(sizes) - sizes
-    return np.where(codes_NP[:, 0] < 0, -1, group_N), order, starts, sizes
+@dataclass(frozen=True)
+class _Groups:
+    """Items by how their semantic ids begin.
+
+    Shapes: ``group_N`` (-1 without codes), ``order_N`` (items, group after group), ``starts_G``, ``sizes_G``.
+    """
+
+    group_N: IntArray
+    order_N: IntArray
+    starts_G: IntArray
+    sizes_G: IntArray
+
+    @classmethod
+    def of(cls, codes_NP: Rows) -> _Groups:
+        _, group_N = np.unique(codes_NP, axis=0, return_inverse=True)
+        group_N = group_N.reshape(-1).astype(np.int64)
+        sizes_G = np.bincount(group_N)
+        return cls(np.where(codes_NP[:, 0] < 0, -1, group_N), np.argsort(group_N, kind="stable"), np.cumsum(sizes_G) - sizes_G, sizes_G)
+
+    def draw(self, targets_T: IntArray, count: int, rng: np.random.Generator) -> IntArray:
+        """Members of each target's group [T, count], -1 for a target without codes."""
+        group_T1 = self.group_N[targets_T][:, None]
+        place = (rng.random((len(targets_T), count)) * self.sizes_G[group_T1]).astype(np.int64)
+        return np.where(group_T1 >= 0, self.order_N[self.starts_G[group_T1] + place], -1)
+
+    def probability(self, targets_T: Tensor, rows_TR: Tensor) -> Tensor:
+        """That one draw gives each row."""
+        group_N, sizes_G = torch.from_numpy(self.group_N).to(rows_TR.device), torch.from_numpy(self.sizes_G).to(rows_TR.device)
+        group_T1 = group_N[targets_T].unsqueeze(1)
+        return ((group_T1 >= 0) & (group_N[rows_TR] == group_T1)).float() / sizes_G[group_T1.clamp(min=0)]

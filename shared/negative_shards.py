@@ -2,7 +2,7 @@
 
 A run asks for the shards of an epoch before it comes to it (``NegativesWanted``), and finds their references in Redis when they are there. What is not there in
 time it draws itself, number for number the same: the room takes work off a run, and never decides what a run computes.
-Artifact ``negatives/...``: ``rows.npy`` [E, R] int32, -1 where there is none, and ``log_q.npy`` [E, R] float16, of one shard's events.
+Artifact ``negatives/...``: ``rows.npy`` [E, R] int32, -1 where there is none, of one shard's events, and ``wanted.json``, which asked for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import NegativesWanted
 from semantide.shared.errors import BrokerUnavailable, Corrupt, NotFound
-from semantide.shared.negative_sampling import Drawn, Rows
+from semantide.shared.negative_sampling import Negatives, Rows
 from semantide.shared.negative_source import SHARD_EVENTS, NegativeSource
 
 KEPT_SECONDS = 86400  # after which a shard that nobody took away belongs to a run that is gone
@@ -32,12 +32,11 @@ def shard_key(wanted: NegativesWanted) -> str:
     return f"semantide:negatives:shard:{hashlib.sha256(wanted.model_dump_json().encode()).hexdigest()}"
 
 
-def store_shard(wanted: NegativesWanted, drawn: Drawn, store: ArtifactStore) -> str:
-    """Put a shard into the store; half-precision logarithms are off by less than a hundredth of what sampling them costs."""
+def store_shard(wanted: NegativesWanted, rows: Negatives, store: ArtifactStore) -> str:
+    """Put a shard into the store."""
     with tempfile.TemporaryDirectory(prefix="semantide-negatives-") as scratch:
         folder = Path(scratch)
-        np.save(folder / "rows.npy", drawn.rows)
-        np.save(folder / "log_q.npy", drawn.log_q.astype(np.float16))
+        np.save(folder / "rows.npy", rows)
         # Shards of one content may answer several wishes, and each run takes its own away: the wish makes them differ.
         (folder / "wanted.json").write_text(json.dumps(wanted.model_dump(mode="json"), sort_keys=True))
         inputs = {name: ref for name in ("dataset", "catalog", "beams") if (ref := getattr(wanted, name))}
@@ -104,7 +103,7 @@ class NegativeShards:
         self._board = ShardBoard(broker, store)
         self._clock, self._pause, self._wait_seconds = clock, pause, wait_seconds
         self._leader = leader
-        self._held: dict[tuple[int, int], Drawn] = {}
+        self._held: dict[tuple[int, int], Negatives] = {}
         self._asked: dict[int, float] = {}
         self.from_room = self.drawn_here = 0
 
@@ -121,43 +120,40 @@ class NegativeShards:
             except BrokerUnavailable:
                 return
 
-    def draw(self, epoch: int, events_T: Rows) -> Drawn:
-        """Negatives of some events in an epoch; asks for the next epoch's, and takes those of earlier ones away."""
+    def draw(self, epoch: int, events_T: Rows) -> Negatives:
+        """Negatives of some events in an epoch [T, R]; asks for the next epoch's, and takes those of earlier ones away."""
         self.prefetch(epoch)
         self.prefetch(epoch + 1)
         self._release(epoch)
         events_T = np.asarray(events_T, dtype=np.int64)
         rows = np.empty((len(events_T), self.source.mix.size), dtype=np.int32)
-        log_q = np.empty(rows.shape, dtype=np.float32)
         shards_T = events_T // SHARD_EVENTS
         for number in np.unique(shards_T).tolist():
             here = shards_T == number
-            shard = self._shard(epoch, number)
-            rows[here], log_q[here] = shard.rows[events_T[here] % SHARD_EVENTS], shard.log_q[events_T[here] % SHARD_EVENTS]
-        return Drawn(rows, log_q)
+            rows[here] = self._shard(epoch, number)[events_T[here] % SHARD_EVENTS]
+        return rows
 
-    def _shard(self, epoch: int, number: int) -> Drawn:
+    def _shard(self, epoch: int, number: int) -> Negatives:
         found = self._held.get((epoch, number))
         if found is None:
             found = self._fetched(epoch, number)
             if found is None:
                 self.drawn_here += 1
-                own = self.source.shard(self._wanted.seed, epoch, number)
-                found = Drawn(own.rows, own.log_q.astype(np.float16))  # as the room would have stored it
+                found = self.source.shard(self._wanted.seed, epoch, number)
             else:
                 self.from_room += 1
             self._held[epoch, number] = found
         return found
 
-    def _fetched(self, epoch: int, number: int) -> Drawn | None:
+    def _fetched(self, epoch: int, number: int) -> Negatives | None:
         wanted = self._of(epoch, number)
         while True:
             try:
                 ref = self._board.find(wanted)
                 if ref is not None:
-                    folder = self._store.get(ref)
                     # Mapped, not read: a batch touches a few rows of every shard.
-                    return Drawn(np.load(folder / "rows.npy", mmap_mode="r"), np.load(folder / "log_q.npy", mmap_mode="r"))
+                    rows: Negatives = np.load(self._store.get(ref) / "rows.npy", mmap_mode="r")
+                    return rows
             except (broker_door.RedisError, BrokerUnavailable, NotFound, Corrupt, OSError):
                 return None
             if self._clock() - self._asked[epoch] >= self._wait_seconds:

@@ -20,7 +20,7 @@ from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
-from semantide.shared.negative_sampling import Drawn, IntArray, KnownPairs, NegativeMix, NegativeSampler, Rows
+from semantide.shared.negative_sampling import IntArray, KnownPairs, NegativeMix, Negatives, NegativeSampler, Rows
 
 SHARD_EVENTS = 1 << 15
 
@@ -128,13 +128,13 @@ class NegativeSource:
         except ValueError as error:
             raise BadData(str(error)) from error
 
-    def draw(self, events_T: Rows, rng: np.random.Generator) -> Drawn:
+    def draw(self, events_T: Rows, rng: np.random.Generator) -> Negatives:
         """Negatives of some events."""
         events = self.events
         beams_TW = self._beams.of(events_T, events) if self._beams is not None else None
         return self.sampler.draw(events.rows_E[events_T], rng, users_T=events.users_E[events_T], known=events.known, beams_TW=beams_TW)
 
-    def shard(self, seed: int, epoch: int, number: int) -> Drawn:
+    def shard(self, seed: int, epoch: int, number: int) -> Negatives:
         """One shard.
 
         Raises: BadData for one that does not exist.

@@ -32,8 +32,8 @@ def draw_shard(message: NegativesWanted, room: Room) -> None:
     if found is not None and room.store.exists(found):
         return
     source = _source(message.model_copy(update={"seed": 0, "epoch": 0, "shard": 0}).model_dump_json(), room.store)
-    drawn = source.shard(message.seed, message.epoch, message.shard)
-    board.put(message, store_shard(message, drawn, room.store), time.time())
+    rows = source.shard(message.seed, message.epoch, message.shard)
+    board.put(message, store_shard(message, rows, room.store), time.time())
     _shards.add(1)
 
 

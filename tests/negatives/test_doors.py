@@ -70,7 +70,7 @@ def test_what_the_room_draws_is_what_a_run_would_draw_itself(room: Room, dataset
     alone = shards_of(room, wanted, lambda _: None, Time())
     for epoch in range(3):
         own, drawn = alone.draw(epoch, events_T), shards.draw(epoch, events_T)
-        assert np.array_equal(drawn.rows, own.rows) and np.array_equal(drawn.log_q, own.log_q)
+        assert np.array_equal(drawn, own)
     total = shards.source.events.num_shards
     assert (shards.drawn_here, shards.from_room) == (0, 3 * total)
     assert alone.drawn_here > 0, "what was taken away or never made is drawn by the run"
@@ -93,7 +93,7 @@ def test_epochs_are_asked_for_ahead_once_and_taken_away_behind(room: Room, datas
     assert len(room.store.list("negatives")) == total and ShardBoard(room.broker, room.store).waiting() == total
     follower = shards_of(room, wanted, room.send, Time(), leader=False)
     before = waiting(room)
-    assert np.array_equal(follower.draw(1, everything).rows, shards.draw(1, everything).rows)
+    assert np.array_equal(follower.draw(1, everything), shards.draw(1, everything))
     assert waiting(room) == before and follower.from_room == total
 
 
@@ -118,7 +118,7 @@ def test_a_run_goes_on_without_room_or_broker(room: Room, dataset: str) -> None:
 
     time = Time()
     shards = shards_of(room, wanted, away, time)
-    assert shards.draw(0, np.arange(40)).rows.shape == (40, 3)
+    assert shards.draw(0, np.arange(40)).shape == (40, 3)
     assert shards.drawn_here == 2 and 5 <= time.now < 6, "it waits once, not for every shard"
 
 
@@ -161,9 +161,9 @@ def test_beams_hold_items_that_the_user_did_not_have_before(room: Room, store: A
     wanted = NegativesWanted(dataset=dataset, beams=ref, mix={"popularity": 2, "beams": 3}, seed=1)
     tasks.draw_shard(wanted, room)
     shard = NegativeSource.of(wanted, store).shard(1, 0, 0)
-    allowed = lists.of(np.arange(len(shard.rows)), events)
-    assert all(set(rows[2:]) - {-1} <= set(beams) for rows, beams in zip(shard.rows.tolist(), allowed.tolist(), strict=True))
-    assert (shard.rows[:, 2:] >= 0).any()
+    allowed = lists.of(np.arange(len(shard)), events)
+    assert all(set(rows[2:]) - {-1} <= set(beams) for rows, beams in zip(shard.tolist(), allowed.tolist(), strict=True))
+    assert (shard[:, 2:] >= 0).any()
 
 
 def test_a_cancelled_search_goes_on_where_it_was(room: Room, dataset: str, catalog: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

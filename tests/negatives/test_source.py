@@ -32,12 +32,10 @@ def test_a_shard_is_a_function_of_seed_epoch_and_number(store: ArtifactStore, da
     wanted = NegativesWanted(dataset=dataset, catalog=catalog, mix={"popularity": 4, "prefix": 2})
     source = NegativeSource.of(wanted, store)
     assert source.events.num_shards >= 3
-    shards = {
-        (seed, epoch, number): source.shard(seed, epoch, number).rows for seed in (0, 1) for epoch in (0, 1) for number in range(source.events.num_shards)
-    }
+    shards = {(seed, epoch, number): source.shard(seed, epoch, number) for seed in (0, 1) for epoch in (0, 1) for number in range(source.events.num_shards)}
     again = NegativeSource.of(wanted, store)
     for (seed, epoch, number), rows in shards.items():
-        assert np.array_equal(rows, again.shard(seed, epoch, number).rows)
+        assert np.array_equal(rows, again.shard(seed, epoch, number))
     assert not np.array_equal(shards[0, 0, 0], shards[1, 0, 0]) and not np.array_equal(shards[0, 0, 0], shards[0, 1, 0])
     assert sum(len(shards[0, 0, number]) for number in range(source.events.num_shards)) == len(source.events.rows_E)
     rows, users = np.concatenate([shards[0, 0, number] for number in range(source.events.num_shards)]), source.events.users_E

@@ -41,34 +41,45 @@ def test_rows_come_as_often_as_their_probability_says(uniform: int, popularity: 
     sampler, _ = world(mix)
     repeats = 6000
     beams_TW = np.tile(np.array([[5, 9, -1, 20]])[:, :width], (repeats, 1))
-    rows_TR, log_q_TR = sampler.draw(np.full(repeats, 7), np.random.default_rng(1), beams_TW=beams_TW)
-    assert rows_TR.shape == log_q_TR.shape == (repeats, mix.size)
-    counted = np.bincount(rows_TR[rows_TR >= 0], minlength=24) / repeats
-    everything = np.tile(np.arange(24), (1, 1))
-    expected = np.exp(sampler.log_q(np.array([7]), everything, beams_TW[:1])[0]) * mix.size
-    np.testing.assert_allclose(counted, expected, atol=6 * np.sqrt(max(expected.max(), 1e-3) / repeats))
+    rows_TR = torch.from_numpy(sampler.draw(np.full(repeats, 7), np.random.default_rng(1), beams_TW=beams_TW))
+    assert rows_TR.shape == (repeats, mix.size)
+    # What is drawn with probability q is expected R q times: weighed by one over that, each item that can come counts once per target.
+    log_q_TR = sampler.log_q(torch.full((repeats,), 7), rows_TR)
+    weights_TR = torch.exp(-log_q_TR) / mix.size * (rows_TR >= 0)
+    sums_N = torch.zeros(24).index_add_(0, rows_TR.clamp(min=0).flatten(), weights_TR.flatten()) / repeats
+    can = np.zeros(24, dtype=bool)
+    can[[row for row in beams_TW[0].tolist() if row >= 0] if beams else []] = True
+    can[6:12] |= prefix > 0
+    can |= uniform + popularity > 0
+    reached = torch.bincount(rows_TR[rows_TR >= 0], minlength=24) > 0
+    assert not (reached.numpy() & ~can).any()
+    if beams and beams < int((beams_TW[0] >= 0).sum()) and not uniform + popularity:
+        return  # of more beams than are taken, each is there for certain only where it was chosen
+    np.testing.assert_allclose(sums_N[can], 1.0, atol=6 * np.sqrt(float(weights_TR.max()) / repeats) + 1e-4)
 
 
 def test_prefix_negatives_begin_like_the_target() -> None:
     sampler, codes_NL = world(NegativeMix(popularity=0, prefix=8))
     targets_T = np.arange(24)
-    rows_TR, _ = sampler.draw(targets_T, np.random.default_rng(2))
+    rows_TR = sampler.draw(targets_T, np.random.default_rng(2))
     assert (codes_NL[rows_TR, 0] == codes_NL[targets_T, 0][:, None]).all()
 
 
 def test_an_item_without_codes_has_no_prefix_negatives() -> None:
     codes_NL = np.array([[0, 0], [-1, -1], [0, 1], [-1, -1]])
     sampler = NegativeSampler(NegativeMix(popularity=0, prefix=4), np.ones(4), codes_NL)
-    rows_TR, log_q_TR = sampler.draw(np.array([1, 0]), np.random.default_rng(2))
-    assert (rows_TR[0] == -1).all() and set(rows_TR[1].tolist()) <= {0, 2} and np.isfinite(log_q_TR).all()
+    rows_TR = sampler.draw(np.array([1, 0]), np.random.default_rng(2))
+    assert (rows_TR[0] == -1).all() and set(rows_TR[1].tolist()) <= {0, 2}
+    assert torch.isfinite(sampler.log_q(torch.tensor([1, 0]), torch.from_numpy(rows_TR))).all()
 
 
 def test_beams_give_what_they_hold_and_nothing_else() -> None:
     sampler, _ = world(NegativeMix(popularity=0, beams=4))
-    rows_TR, log_q_TR = sampler.draw(np.array([0, 1]), np.random.default_rng(3), beams_TW=np.array([[3, 8, -1], [-1, -1, -1]]))
+    rows_TR = sampler.draw(np.array([0, 1]), np.random.default_rng(3), beams_TW=np.array([[3, 8, -1], [-1, -1, -1]]))
     assert sorted(rows_TR[0].tolist()) == [-1, -1, 3, 8] and (rows_TR[1] == -1).all()
     # What is certain to be among the four is drawn with probability a quarter: expected once.
-    np.testing.assert_allclose(log_q_TR[0][rows_TR[0] >= 0], np.log(1 / 4), rtol=1e-6)
+    log_q_TR = sampler.log_q(torch.tensor([0, 1]), torch.from_numpy(rows_TR))
+    torch.testing.assert_close(log_q_TR[0][torch.from_numpy(rows_TR[0]) >= 0], torch.full((2,), 0.25).log())
     with pytest.raises(ValueError, match="give \\[targets, beams\\]"):
         sampler.draw(np.array([0]), np.random.default_rng(3))
 
@@ -84,29 +95,25 @@ def test_known_items_are_never_negatives_and_one_seed_draws_the_same(seed: int) 
     drawn = sampler.draw(targets_T, np.random.default_rng(seed), users_T=users_T, known=known)
     again = sampler.draw(targets_T, np.random.default_rng(seed), users_T=users_T, known=known)
     pairs = set(zip(users_K.tolist(), rows_K.tolist(), strict=True))
-    assert not any((user, row) in pairs for user, rows in zip(users_T.tolist(), drawn.rows.tolist(), strict=True) for row in rows)
-    assert np.array_equal(drawn.rows, again.rows) and np.array_equal(drawn.log_q, again.log_q)
+    assert not any((user, row) in pairs for user, rows in zip(users_T.tolist(), drawn.tolist(), strict=True) for row in rows)
+    assert np.array_equal(drawn, again)
 
 
-def test_in_batch_negatives_are_unbiased_too() -> None:
+@pytest.mark.parametrize(("count", "in_batch"), [(0, True), (9, False), (9, True)])
+def test_negatives_that_a_batch_shares_are_unbiased_too(count: int, in_batch: bool) -> None:
     rng = np.random.default_rng(4)
     counts = rng.integers(1, 40, 12)
-    sampler = NegativeSampler(NegativeMix(), counts)
+    sampler = NegativeSampler(NegativeMix(exponent=0.5), counts)
     hidden_D, vectors_UD = torch.randn(4, generator=torch.Generator().manual_seed(1)), torch.randn(12, 4, generator=torch.Generator().manual_seed(2))
     logits_U = vectors_UD @ hidden_D
     estimates = []
     for _ in range(2000):
-        # The target itself is no negative, so it stays out of the sum that the batch estimates.
-        targets_T = rng.choice(12, 30, p=counts / counts.sum())
-        rows_S, log_q_S = sampler.in_batch(targets_T)
-        loss_1 = sampled_softmax(
-            hidden_D[None], vectors_UD, torch.tensor([3]), shared_S=torch.from_numpy(rows_S), log_q_S=torch.from_numpy(log_q_S)
-        )  # fmt: skip
+        targets_T = rng.choice(12, 30, p=counts / counts.sum()) if in_batch else None
+        rows_S = torch.from_numpy(sampler.draw_shared(count, rng, targets_T))
+        log_q_S = sampler.log_q_shared(rows_S, count, None if targets_T is None else torch.from_numpy(targets_T))
+        loss_1 = sampled_softmax(hidden_D[None], vectors_UD, torch.tensor([3]), shared_S=rows_S, log_q_S=log_q_S)
         estimates.append((loss_1 + logits_U[3]).exp().item())
     assert np.mean(estimates) == pytest.approx(logits_U.exp().sum().item(), rel=0.05)
-    assert len(sampler.in_batch(np.zeros(0, dtype=np.int64)).rows) == 0
-    rows_S, log_q_S = sampler.draw_shared(50, np.random.default_rng(1))
-    assert rows_S.shape == log_q_S.shape == (50,)
 
 
 def test_wrong_mixtures_are_named() -> None:
