@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semantide.services.training.batches import Sampler
+from semantide.services.training.batches import HistoryBatch, Sampler
 from semantide.services.training.checkpoint import Checkpoints
-from semantide.services.training.objective import Objective
+from semantide.services.training.objective import Objective, TableRows
 from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
@@ -75,6 +75,7 @@ class Trainer:
         self._parameters = [parameter for _, parameter in self.model.named_parameters()]
         self._average = [parameter.detach().clone() for parameter in self._parameters] if config.ema else None
         self._best: list[Tensor] | None = None
+        self._best_tables: dict[str, dict[str, Tensor]] = {}
         self._device = self._parameters[0].device
         self._saved_at = 0.0
 
@@ -98,8 +99,8 @@ class Trainer:
                     self._save()
                     raise
                 share = rate_share(config, state.step, (state.epoch + state.batch / len(epoch)) / config.epochs)
-                batch = epoch.batch(state.batch).to(self._device)
-                tokens += len(batch.values) * self.objective.tokens_per_item
+                batch = epoch.batch(state.batch)
+                tokens += len(batch.items.values) * self.objective.tokens_per_item
                 parts = self._train_on(batch, share)
                 state.batch += 1
                 state.step += 1
@@ -115,17 +116,29 @@ class Trainer:
             self._save()
         if self._best is not None:
             self._put(self._best)
+            for name, table in self.objective.tables.items():
+                table.load(self._best_tables[name])
         elif self._average is not None:
             self._put(self._average)
         self.model.eval()
         return state
 
-    def _train_on(self, batch: Any, share: float) -> list[float]:
+    def _train_on(self, batch: HistoryBatch, share: float) -> list[float]:
+        tables, routes, rows = self.objective.tables, {}, {}
+        if tables:
+            # What is drawn depends on seed and step alone, whoever draws it and when.
+            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self.state.step) % (1 << 63))
+            for name, ids in self.objective.draw(batch, generator).items():
+                routes[name] = tables[name].route(ids)
+                fetched = tables[name].fetch(routes[name]).to(self._device).requires_grad_()
+                rows[name] = TableRows(routes[name].ids_U.to(self._device), fetched, routes[name].inverse_T.to(self._device))
+        batch = batch.to(self._device)
         for optimiser in self._optimisers:
             set_rate(optimiser, share)
             optimiser.zero_grad(set_to_none=True)
         with self._autocast():
-            loss, parts = self.objective.loss(batch)
+            sums = self.objective.loss(batch, rows)
+            loss, parts = sums.total(), sums.parts_K().detach()
         value = float(loss.detach())
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True))
@@ -137,6 +150,10 @@ class Trainer:
             )
         for optimiser in self._optimisers:
             optimiser.step()
+        for name, route in routes.items():
+            gradients = rows[name].vectors_UD.grad
+            assert gradients is not None
+            tables[name].update(route, gradients, (self.config.table_rate or self.config.learning_rate) * share)
         self.state.losses.append(value)
         if self._average is not None:
             # The average of a young run is the plain mean: its first weights are no better than noise.
@@ -156,11 +173,13 @@ class Trainer:
             self.model.eval()
             figures = self.validate()
             candidate = [parameter.detach().clone() for parameter in self._parameters]
+            tables = {name: {key: tensor.clone() for key, tensor in table.state().items()} for name, table in self.objective.tables.items()}
             self._put(current)
             state.validations.append({"epoch": state.epoch, "step": state.step, **figures})
             self.listener.metric(state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch})
             if figures["ndcg@10"] > state.best:
-                state.best, state.best_epoch, state.waited, self._best = figures["ndcg@10"], state.epoch, 0, candidate
+                state.best, state.best_epoch, state.waited = figures["ndcg@10"], state.epoch, 0
+                self._best, self._best_tables = candidate, tables
             else:
                 state.waited += 1
         state.finished = last or state.waited >= config.patience
@@ -188,6 +207,9 @@ class Trainer:
                 tensors[f"average.{name}"] = self._average[index]
             if self._best is not None:
                 tensors[f"best.{name}"] = self._best[index]
+        for name, table in self.objective.tables.items():
+            tensors |= {f"table.{name}.{key}": tensor for key, tensor in table.state().items()}
+            tensors |= {f"best_table.{name}.{key}": tensor for key, tensor in self._best_tables.get(name, {}).items()}
         return tensors
 
     def _save(self) -> None:
@@ -217,6 +239,10 @@ class Trainer:
                     owner.state[parameter][key] = tensors[f"optimiser.{key}.{name}"].to(self._device)
         if any(name.startswith("best.") for name in tensors):
             self._best = [tensors[f"best.{name}"].to(self._device) for name in self._names]
+        for name, table in self.objective.tables.items():
+            table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
+            if self._best is not None:
+                self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors and self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["random.cuda"], self._device)

@@ -144,9 +144,9 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_the_last_good_check
     run = Run(tmp_path)
     loss = run.trainer.objective.loss
 
-    def broken(batch):  # type: ignore[no-untyped-def]
-        value, parts = loss(batch)
-        return value * float("nan"), parts
+    def broken(batch, rows):  # type: ignore[no-untyped-def]
+        sums = loss(batch, rows)
+        return replace(sums, sums_K=sums.sums_K * float("nan"))
 
     run.trainer.objective.loss = broken  # type: ignore[method-assign]
     with pytest.raises(PermanentError, match=r"at step 3 .*loss is nan.*lower learning_rate .*last good checkpoint"):
