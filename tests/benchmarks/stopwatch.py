@@ -15,13 +15,18 @@ from machine import machine  # type: ignore[import-not-found]
 from semantide.shared.version import code_version
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The command line every one of them has."""
+def arguments_parser(description: str) -> argparse.ArgumentParser:
+    """The options every one of them has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and runs: within a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=1, help="of torch and of the C++ kernels")
-    options = parser.parse_args()
+    return parser
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The command line of one that has no other options."""
+    options = arguments_parser(description).parse_args()
     torch.set_num_threads(options.threads)
     return options
 
