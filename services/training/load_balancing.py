@@ -110,7 +110,10 @@ class Share:
 
 
 class Shares:
-    """This rank's shares of an epoch's batches, made ahead on a thread of their own; close it."""
+    """This rank's shares of an epoch's batches, made ahead on a thread of their own; close it.
+
+    ``model`` may be changed between two batches, on all ranks between the same ones; what is made already stays.
+    """
 
     def __init__(
         self,
@@ -125,7 +128,8 @@ class Shares:
         ahead: int = _AHEAD,
     ) -> None:
         """``world`` is a channel that nobody else uses; with ``exchange`` a rank reads only the pieces whose number is its own modulo the ranks."""
-        self._world, self._epoch, self._model, self._count = world, epoch, model, count
+        self._world, self._epoch, self._count = world, epoch, count
+        self.model = model
         self._exchange, self._balanced, self._ahead = exchange, balanced, ahead
         self._next = first
         self._made: dict[int, Future[Share]] = {}
@@ -141,7 +145,7 @@ class Shares:
             batch = self._epoch.batch(index)
             return Share(batch, len(batch.items.values), None, 0.0)
         while self._next < min(index + self._ahead + 1, len(self._epoch)):
-            self._made[self._next] = self._thread.submit(self._make, self._next)
+            self._made[self._next] = self._thread.submit(self._make, self._next, self.model)
             self._next += 1
         return self._made.pop(index).result()
 
@@ -150,17 +154,15 @@ class Shares:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _make(self, index: int) -> Share:
+    def _make(self, index: int, model: CostModel) -> Share:
         epoch, world = self._epoch, self._world
         pieces = epoch.batches[index]
         lengths = epoch.lengths_P[pieces]
-        costs = self._model.costs(lengths)
+        costs = model.costs(lengths)
         parts = assign(costs, world.size) if self._balanced else np.array_split(np.arange(len(pieces)), world.size)
-        if self._exchange:
-            batch = self._exchanged([pieces[part] for part in parts])
-        else:
-            batch = epoch.gather(pieces[parts[world.rank]])
-        counts_K = world.all_reduce_sum(self._count(batch).cpu())
+        shares = [pieces[part] for part in parts]
+        batch = self._exchanged(shares) if self._exchange else epoch.gather(shares[world.rank])
+        counts_K = world.all_reduce_sum(self._count(batch).cpu().clone())
         return Share(batch, int(lengths.sum()), counts_K, imbalance(costs, parts))
 
     def _exchanged(self, wanted: Sequence[IntArray]) -> HistoryBatch:
@@ -189,15 +191,19 @@ class Shares:
 class StepTimes:
     """What this rank's steps took, for the next fit of the cost model."""
 
-    def __init__(self, most: int = 512) -> None:
+    def __init__(self, most: int = 256) -> None:
         self._most = most
         self._rows: list[tuple[float, float, float]] = []
 
+    @property
+    def wanted(self) -> bool:
+        """Whether more steps would make the next fit better."""
+        return len(self._rows) < self._most
+
     def add(self, lengths_B: Tensor, seconds: float) -> None:
         """One step's histories and the seconds of its own computing, waits left out."""
-        if len(self._rows) < self._most:
-            lengths = lengths_B.double()
-            self._rows.append((float(lengths.sum()), float((lengths**2).sum()), seconds))
+        lengths = lengths_B.double()
+        self._rows.append((float(lengths.sum()), float((lengths**2).sum()), seconds))
 
     def fit(self, world: World, model: CostModel) -> CostModel:
         """The model fitted to all ranks' steps so far, the same on every rank; the measurements begin anew."""

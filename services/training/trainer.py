@@ -1,7 +1,8 @@
 """The training loop: batch, step, validate, keep the best, and be able to go on from any kill.
 
 A resumed run computes bit for bit what the uninterrupted one would have: parameters, optimiser, average, random numbers, and the sampler's
-place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed.
+place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed. Of several processes each takes its share of
+every batch; gradients are summed and divided by the targets of all, so a step is the one that a single process would make.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from semantide.services.training.batches import Sampler
 from semantide.services.training.checkpoint import Checkpoints
+from semantide.services.training.gradients import GradientSum
+from semantide.services.training.load_balancing import CostModel, Share, Shares, StepTimes
 from semantide.services.training.objective import Objective
 from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
 from semantide.services.training.recipes import TrainConfig
+from semantide.services.training.world import World
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
+
+_FITS = tuple(16 * 4**power for power in range(12))
+"""Steps after which several processes fit their cost model anew."""
 
 
 @dataclass
@@ -37,6 +45,8 @@ class RunState:
     best_epoch: int = -1
     waited: int = 0
     finished: bool = False
+    alpha: float = 0.0
+    """Of the cost model that processes share batches by; 0 until it is known."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Trainer:
         seed: int,
         identity: str = "",
         checkpoint_seconds: float = 20.0,
+        world: World | None = None,
     ) -> None:
         self.config, self.objective, self.sampler, self.validate, self.listener = config, objective, sampler, validate, listener
         self.model: nn.Module = objective.model
@@ -73,10 +84,16 @@ class Trainer:
         self._optimisers = build_optimisers(self.model, config)
         self._names = [name for name, _ in self.model.named_parameters()]
         self._parameters = [parameter for _, parameter in self.model.named_parameters()]
+        self._world = world or World.single(self._parameters[0].device)
+        for parameter in self._parameters:
+            self._world.broadcast(parameter.detach())
         self._average = [parameter.detach().clone() for parameter in self._parameters] if config.ema else None
         self._best: list[Tensor] | None = None
         self._device = self._parameters[0].device
         self._saved_at = 0.0
+        self._loading = self._world.channel()
+        self._gradients = GradientSum(self._world, self._parameters)
+        self._times = StepTimes()
 
     def run(self) -> RunState:
         """Train until the epochs are over or validation has not improved for ``patience`` times.
@@ -90,27 +107,11 @@ class Trainer:
         while not state.finished:
             epoch = self.sampler.epoch(state.epoch)
             self.model.train()
-            mark, tokens = self.listener.clock(), 0
-            while state.batch < len(epoch):
-                try:
-                    self.listener.check_cancelled()
-                except JobCancelled:
-                    self._save()
-                    raise
-                share = rate_share(config, state.step, (state.epoch + state.batch / len(epoch)) / config.epochs)
-                batch = epoch.batch(state.batch).to(self._device)
-                tokens += len(batch.items.values) * self.objective.tokens_per_item
-                parts = self._train_on(batch, share)
-                state.batch += 1
-                state.step += 1
-                if state.step % config.log_every == 0:
-                    seconds = max(self.listener.clock() - mark, 1e-9)
-                    values = {"loss": state.losses[-1], "lr": config.learning_rate * share, "tokens_per_second": tokens / seconds}
-                    self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
-                    mark, tokens = self.listener.clock(), 0
-                self.listener.progress(state.epoch + state.batch / len(epoch), config.epochs, "epochs", "training")
-                if self.listener.clock() - self._saved_at >= self._checkpoint_seconds:
-                    self._save()
+            shares = Shares(self._loading, epoch, self._costs(), self.objective.counts, first=state.batch, balanced=config.balance == "cost")
+            try:
+                self._run_epoch(shares, len(epoch))
+            finally:
+                shares.close()
             self._end_epoch()
             self._save()
         if self._best is not None:
@@ -120,15 +121,76 @@ class Trainer:
         self.model.eval()
         return state
 
-    def _train_on(self, batch: Any, share: float) -> list[float]:
+    def _run_epoch(self, shares: Shares, num_batches: int) -> None:
+        state, config = self.state, self.config
+        mark, tokens = self.listener.clock(), 0
+        while state.batch < num_batches:
+            cancelled = self._cancelled()
+            if cancelled is not None and self._world.size == 1:
+                self._save()
+                raise cancelled
+            progress = (state.epoch + state.batch / num_batches) / config.epochs
+            share, rate = shares[state.batch], rate_share(config, state.step, progress)
+            tokens += share.num_items * self.objective.tokens_per_item
+            parts, stop, save = self._train_on(share, rate, cancelled is not None)
+            state.batch += 1
+            state.step += 1
+            if state.step % config.log_every == 0:
+                seconds = max(self.listener.clock() - mark, 1e-9)
+                values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
+                if self._world.size > 1:
+                    values |= {"imbalance": share.imbalance}
+                self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
+                mark, tokens = self.listener.clock(), 0
+            self.listener.progress(state.epoch + state.batch / num_batches, config.epochs, "epochs", "training")
+            if self._world.size > 1 and state.step in _FITS:
+                shares.model = self._costs()
+            if stop or save:
+                self._save()
+            if stop:
+                raise cancelled or JobCancelled("another rank was asked to stop")
+
+    def _cancelled(self) -> JobCancelled | None:
+        try:
+            self.listener.check_cancelled()
+        except JobCancelled as error:
+            return error
+        return None
+
+    def _train_on(self, share: Share, rate: float, cancelled: bool) -> tuple[list[float], bool, bool]:
+        """One step; the loss's parts, and whether any rank wants to stop or the first to save."""
+        world = self._world
         for optimiser in self._optimisers:
-            set_rate(optimiser, share)
+            set_rate(optimiser, rate)
             optimiser.zero_grad(set_to_none=True)
-        with self._autocast():
-            sums = self.objective.loss(batch, {})
-            loss, parts = sums.total(), sums.parts_K().detach()
-        value = float(loss.detach())
-        loss.backward()
+        if world.size > 1:
+            # Drawn anew for each step and rank, so that going on needs no rank's past and works with any number of ranks.
+            torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step, world.rank]).generate_state(1)[0]))
+        began = self.listener.clock()
+        self._gradients.begin()
+        batch = share.batch.to(self._device)
+        counts_K = None if share.counts_K is None else share.counts_K.to(self._device)
+        loss: Tensor | None = None
+        if len(batch) or counts_K is None:
+            with self._autocast():
+                sums = self.objective.loss(batch, {})
+                loss, parts_K = sums.total(counts_K), sums.parts_K(counts_K).detach()
+            value = float(loss.detach())
+        else:
+            parts_K, value = torch.zeros(len(counts_K), device=self._device), 0.0
+        save = self.listener.clock() - self._saved_at >= self._checkpoint_seconds and world.leads
+        told = world.start_all_reduce_sum(torch.tensor([value, cancelled, save, *parts_K.tolist()], dtype=torch.float64)) if world.size > 1 else None
+        if loss is not None:
+            loss.backward()
+        if world.size > 1 and self._times.wanted:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
+            self._times.add(batch.items.lengths_B, self.listener.clock() - began)
+        self._gradients.finish()
+        stop, parts = False, [float(part) for part in parts_K]
+        if told is not None:
+            value, stopping, saving, *parts = told.wait().tolist()
+            stop, save = stopping > 0, saving > 0
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True))
         if not (math.isfinite(value) and math.isfinite(norm)):
             kept = self._checkpoints.folder
@@ -143,7 +205,14 @@ class Trainer:
             # The average of a young run is the plain mean: its first weights are no better than noise.
             decay = min(self.config.ema, (self.state.step + 1) / (self.state.step + 11))
             torch._foreach_lerp_(self._average, [parameter.detach() for parameter in self._parameters], 1 - decay)
-        return [float(part) for part in parts]
+        return parts, stop, save
+
+    def _costs(self) -> CostModel:
+        """The cost model of this epoch, the same on every rank."""
+        if self.config.attention_cost or self._world.size == 1:
+            return CostModel(self.config.attention_cost)
+        self.state.alpha = self._times.fit(self._world, CostModel(self.state.alpha)).alpha
+        return CostModel(self.state.alpha)
 
     def _end_epoch(self) -> None:
         state, config = self.state, self.config
@@ -192,9 +261,10 @@ class Trainer:
         return tensors
 
     def _save(self) -> None:
-        self._checkpoints.save(
-            self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
-        )
+        if self._world.leads:
+            self._checkpoints.save(
+                self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+            )
         self._saved_at = self.listener.clock()
 
     def _restore(self) -> None:
