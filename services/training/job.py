@@ -107,6 +107,8 @@ def train(job: JobContext) -> JobOutcome:
     (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
     (folder / "training.json").write_text(json.dumps({"losses": state.losses, "validations": state.validations}))
     ref = job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
+    if config.model_type == "retriever":
+        job.send(ModelTrained(job_id=job.id, model=ref, promote=promote))
     if catalog is not None:
         job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
     job.discard(job.workdir / "checkpoints")
