@@ -139,7 +139,7 @@ class Shares:
     def __getitem__(self, index: int) -> Share:
         """The share of one batch; batches are asked for in order, from ``first`` on.
 
-        Raises: TransientError when a rank is gone.
+        Raises: RankLost when a rank is gone.
         """
         if self._thread is None:
             batch = self._epoch.batch(index)

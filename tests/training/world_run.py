@@ -26,7 +26,7 @@ from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.recipes import TrainConfig, tiny
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.services.training.world import World
-from semantide.shared.errors import JobCancelled, TransientError
+from semantide.shared.errors import JobCancelled, RankLost
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 
@@ -71,7 +71,7 @@ def lost(world: World, folder: Path, argument: str) -> None:
         os._exit(9)
     try:
         world.barrier()
-    except TransientError as error:
+    except RankLost as error:
         assert f"rank {world.rank}: the all-reduce with ranks" in str(error)
     else:
         raise AssertionError("the others went on without a rank")
@@ -151,7 +151,7 @@ def train(world: World, folder: Path, argument: str) -> None:
 
 def few(world: World, folder: Path, argument: str) -> None:
     """Fewer histories than ranks: some ranks train on nothing, in step with the others."""
-    model, objective, config = _model("sasrec")
+    _, objective, config = _model("sasrec")
     config = replace(config, items_per_batch=3, epochs=1, skip_rate=0.0)
     trainer = Trainer(config, objective, Sampler([np.arange(4), np.arange(3)], config, 0), None, Listener(time.monotonic), folder / "c", seed=0, world=world)
     state = trainer.run()
