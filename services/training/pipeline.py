@@ -118,6 +118,7 @@ class Pipeline:
             self._load_until(step)
             flight = self._flights[step]
         assert flight.step == step
+        self.occupancy.collided(flight.collided, flight.asked)
         self._taken += 1
         self._ferry.arrive(flight)
         return flight
@@ -192,7 +193,6 @@ class Pipeline:
                 before = torch.cat([earlier[name] for earlier in self._recent])
                 flight.collided += int(torch.isin(ids_U, before).sum())
         self._recent.append(touched)
-        self.occupancy.collided(flight.collided, flight.asked)
         self._worked(flight, "route", began)
 
     def _fetch(self, flight: Flight) -> None:
