@@ -221,6 +221,7 @@ def train(
     catalog: str | None = None,
     seed: int = 0,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
+    processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
     wait: Wait = True,
     as_json: AsJson = False,
@@ -231,7 +232,7 @@ def train(
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     if not recipe.startswith(_NO_GENERATORS) or catalog:
         inputs["catalog"] = catalog or client.current_catalog()
-    config = _config(overrides) | ({"promote": True} if promote else {})
+    config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
     record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
