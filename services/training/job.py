@@ -19,6 +19,7 @@ from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
+from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
@@ -26,7 +27,7 @@ from semantide.services.training.retrieval_objective import ITEMS, NextItemSampl
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.catalog import Catalog
-from semantide.shared.contracts import ModelTrained
+from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
@@ -38,6 +39,9 @@ from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.telemetry import logger
+from semantide.shared.negative_sampling import Rows
+from semantide.shared.negative_shards import NegativeShards
+from semantide.shared.negative_source import NegativeSource, codes_of
 
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
@@ -245,7 +249,7 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         table = LocalTable(len(dataset.item_ids), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
         counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
         ranker = RetrieverRanker(retriever, lambda: table.weight_ND, np.arange(len(dataset.item_ids)), config.max_items)
-        return retriever, NextItemSampled(retriever, table, counts, config), ranker
+        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job)), ranker
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
@@ -270,6 +274,29 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         NextToken(generator, tokens, config),
         GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
     )
+
+
+def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext) -> BatchNegatives:
+    """What the retriever's targets are compared with: drawn here, or with ``ahead`` by the negatives room."""
+    mix, ahead = mix_of(config), config.negatives.ahead
+    catalog = _input(job, "catalog") if mix is not None and mix.prefix else None
+    codes_NL = codes_of(dataset, Catalog.load(job.store.get(catalog))) if catalog else None
+    if mix is None or not (ahead or mix.beams):
+        return BatchNegatives.of(config, counts_N, codes_NL)
+    beams = _input(job, "beams") if mix.beams else None
+    wanted = NegativesWanted(dataset=_input(job, "dataset"), catalog=catalog, beams=beams, mix=mix.values(), seed=job.spec.seed)
+    source = NegativeSource.of(wanted, job.store)
+    shards = NegativeShards(
+        source,
+        wanted,
+        job.store,
+        job.broker,
+        job.send if ahead else lambda _: None,
+        clock=time.monotonic,
+        pause=time.sleep,
+        wait_seconds=job.settings.negatives_wait_seconds if ahead else 0.0,
+    )
+    return BatchNegatives.of(config, counts_N, codes_NL, shards)
 
 
 def _checkpoint_folder(job: JobContext, said: str) -> Path:
