@@ -71,7 +71,7 @@ def jagged_fusion_attention(
     """
     share = check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
     time_weights_HK, position_weights_HP = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
-    outputs = [v_TGE.new_zeros(0, q_THD.shape[1], v_TGE.shape[2])]
+    outputs = [v_TGE[:0].repeat_interleave(share, 1)]
     for begin, end in pairwise(packed_bounds(offsets_B1, len(q_THD))):
         factor = scale if scale is not None else 1 / (end - begin or 1) if activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
         k_HND, v_HNE = (x[begin:end].transpose(0, 1).repeat_interleave(share, 0) for x in (k_TGD, v_TGE))
@@ -108,7 +108,7 @@ def jagged_bias_attention(
     """
     heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
     time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    outputs = [v_TGE.new_zeros(0, heads, v_TGE.shape[2])]
+    outputs = [v_TGE[:0].repeat_interleave(heads // v_TGE.shape[1], 1)]
     for begin, end in pairwise(packed_bounds(offsets_B1, len(v_TGE))):
         v_HNE = v_TGE[begin:end].transpose(0, 1).repeat_interleave(heads // v_TGE.shape[1], 0)
         for first in range(begin, end, _TILE):
@@ -137,15 +137,15 @@ def jagged_fusion_attention_native(
 ) -> Tensor:
     """In C++, forward and backward; other types than float32 take the torch way."""
     given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
-    if native_library(q_THD, k_TGD, v_TGE, time_weights_HK, position_weights_HP) is None:
+    if native_library(*given) is None:
         return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
     check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
     packed_bounds(offsets_B1, len(q_THD))
     if scale == 0:  # which stands for one over the length there
         return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
     factor = scale if scale is not None else 0.0 if activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
-    tables = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
-    return attend(q_THD, k_TGD, v_TGE, offsets_B1, times_T, *tables, bucket_bounds(), activation, factor)
+    time_weights_HK, position_weights_HP = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
+    return attend(q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), activation, factor)
 
 
 @jagged_bias_attention.register("cpu")
@@ -157,12 +157,12 @@ def jagged_bias_attention_native(
     position_weights_HP: Tensor | None = None,
 ) -> Tensor:
     """In C++, forward and backward; other types than float32 take the torch way."""
-    if native_library(v_TGE, time_weights_HK, position_weights_HP) is None:
+    if native_library(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP) is None:
         return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
     heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
     packed_bounds(offsets_B1, len(v_TGE))
-    tables = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    return attend(None, None, v_TGE, offsets_B1, times_T, *tables, bucket_bounds(), "bias", 1.0)
+    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0)
 
 
 def _future(begin: int, first: int, last: int, device: torch.device) -> Tensor:

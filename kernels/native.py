@@ -14,7 +14,9 @@ from torch import Tensor
 
 VERSION = 4  # of the structures' layout; the library names its own
 
-_KERNELS = tuple(f"semantide_{name}" for name in ("beam_attention", "prefix_attention", "normalise_rows", "turn_rows", "gate_rows", "beam_select", "jagged_fusion"))
+_KERNELS = tuple(
+    f"semantide_{name}" for name in ("beam_attention", "prefix_attention", "normalise_rows", "turn_rows", "gate_rows", "beam_select", "jagged_fusion")
+)
 
 _logger = logging.getLogger(__name__)
 _REBUILD = "build it with `make native`, or install the package again with a C++ compiler present"
