@@ -53,6 +53,17 @@ def jagged_attention_native(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets
     return attend(q_THD, k_TGD, v_TGD, offsets_B1, None, None, None, (), "softmax", 1 / math.sqrt(q_THD.shape[-1]))
 
 
+@jagged_attention.register("npu")
+def jagged_attention_npu(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
+    """Causal by the device's own fused operator; float64, and every pair of tokens, take the torch way."""
+    _check_packed(q_THD, k_TGD, v_TGD)
+    if not causal or q_THD.dtype == torch.float64:
+        return jagged_attention_by_length(q_THD, k_TGD, v_TGD, offsets_B1, causal)
+    from semantide.kernels.npu import causal_attention_npu
+
+    return causal_attention_npu(q_THD, k_TGD, v_TGD, packed_bounds(offsets_B1, len(q_THD)), 1 / math.sqrt(q_THD.shape[-1]))
+
+
 @jagged_attention.register("cuda")
 def jagged_attention_by_length(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
     """Batch the sequences of exactly equal length, so that each group is one dense attention without padding.

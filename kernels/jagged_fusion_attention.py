@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -163,6 +164,76 @@ def jagged_bias_attention_native(
     packed_bounds(offsets_B1, len(v_TGE))
     time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
     return attend(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0)
+
+
+@jagged_fusion_attention.register("cuda")
+def jagged_fusion_attention_triton(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    scale: float | None = None,
+) -> Tensor:
+    """In Triton, forward and backward; float64, or a machine without Triton, takes the torch way."""
+    if find_spec("triton") is None or q_THD.dtype == torch.float64:
+        given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+        return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
+    from semantide.kernels.triton_jagged_fusion import attend_triton
+
+    check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
+    packed_bounds(offsets_B1, len(q_THD))
+    heads, factor = q_THD.shape[1], scale if scale is not None or activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
+    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend_triton(q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), activation, factor, heads)
+
+
+@jagged_fusion_attention.register("npu")
+def jagged_fusion_attention_npu(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    scale: float | None = None,
+) -> Tensor:
+    """A softmax without bias by the device's own operator; SiLU and bias, which it does not have, in Triton."""
+    plain = activation == "softmax" and times_T is None and time_weights_HK is None and position_weights_HP is None
+    if not plain or q_THD.dtype == torch.float64 or q_THD.shape[-1] != v_TGE.shape[-1]:
+        given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+        return jagged_fusion_attention_triton(*given, activation=activation, scale=scale)
+    from semantide.kernels.npu import causal_attention_npu
+
+    check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
+    return causal_attention_npu(q_THD, k_TGD, v_TGE, packed_bounds(offsets_B1, len(q_THD)), 1 / math.sqrt(q_THD.shape[2]) if scale is None else scale)
+
+
+@jagged_bias_attention.register("npu")
+@jagged_bias_attention.register("cuda")
+def jagged_bias_attention_triton(
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+) -> Tensor:
+    """In Triton, forward and backward; float64, or a machine without Triton, takes the torch way."""
+    heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
+    if find_spec("triton") is None or v_TGE.dtype == torch.float64:
+        return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+    from semantide.kernels.triton_jagged_fusion import attend_triton
+
+    packed_bounds(offsets_B1, len(v_TGE))
+    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend_triton(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0, heads)
 
 
 def _future(begin: int, first: int, last: int, device: torch.device) -> Tensor:
