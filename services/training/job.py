@@ -38,10 +38,10 @@ from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.sasrec import SASRec
-from semantide.shared.telemetry import logger
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
+from semantide.shared.telemetry import logger
 
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 

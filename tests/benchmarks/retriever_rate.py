@@ -44,8 +44,20 @@ WARM = 2
 
 def config_of(layer: str, scope: str, dropout: float = 0.2) -> TrainConfig:
     """The shape that both sides train; RecTools has plain products and no time here."""
-    shape = {"layer": layer, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "dropout": dropout, "embedding_dropout": dropout, "time_buckets": 0, "cosine": False}
-    return recipe("retriever-small", {"retriever": shape, "max_items": 50, "crop": "last", "items_per_batch": 128 * 7, "num_negatives": NEGATIVES, "negative_scope": scope})
+    shape = {
+        "layer": layer,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout": dropout,
+        "embedding_dropout": dropout,
+        "time_buckets": 0,
+        "cosine": False,
+    }
+    return recipe(
+        "retriever-small",
+        {"retriever": shape, "max_items": 50, "crop": "last", "items_per_batch": 128 * 7, "num_negatives": NEGATIVES, "negative_scope": scope},
+    )
 
 
 def objective_of(dataset: Dataset, config: TrainConfig) -> NextItemSampled:
@@ -198,7 +210,14 @@ def main() -> int:
         measures[f"targets_per_second_{name}"] = {"value": statistics.median(values) / options.threads, "unit": "1/s/core", "better": "higher", "runs": rounds}
         if ratios[name]:
             bound = {"at_least": 5, "aim": 10} if name == "hstu_target" else {}
-            measures[f"speedup_{name}"] = {"value": statistics.median(ratios[name]), "unit": "ratio", "better": "higher", "baseline": PEER, "runs": rounds, **bound}
+            measures[f"speedup_{name}"] = {
+                "value": statistics.median(ratios[name]),
+                "unit": "ratio",
+                "better": "higher",
+                "baseline": PEER,
+                "runs": rounds,
+                **bound,
+            }
     if theirs:
         measures["targets_per_second_rectools"] = {"value": statistics.median(theirs) / options.threads, "unit": "1/s/core", "better": "higher", "runs": rounds}
     return int(finish("retriever_rate", options, measures, wrong))
