@@ -1,7 +1,20 @@
 // Rows of an embedding table: gathered, summed where one row was asked for several times, and stepped. Included once per instruction set (see native.cpp).
 
+// Past the caches where nobody reads it soon; `to` is aligned to a vector.
+static inline void stream(float* to, Floats value) {
+#if VECTOR_BYTES == 64
+  _mm512_stream_ps(to, (__m512)value);
+#elif VECTOR_BYTES == 32
+  _mm256_stream_ps(to, (__m256)value);
+#else
+  store(to, value);
+#endif
+}
+
 static void gather_rows(const GatherRows& a, int64_t begin, int64_t end) {
   constexpr int64_t kAhead = 8;  // rows on their way from memory
+  // More than the caches hold would only push out what is needed.
+  const bool streams = a.count * a.size > (int64_t{1} << 20) && a.size % kLanes == 0 && reinterpret_cast<uintptr_t>(a.out) % VECTOR_BYTES == 0;
   for (int64_t place = begin; place < end; ++place) {
     if (place + kAhead < end) {
       const float* next = a.weight + a.ids[place + kAhead] * a.size;
@@ -10,15 +23,28 @@ static void gather_rows(const GatherRows& a, int64_t begin, int64_t end) {
     const float* from = a.weight + a.ids[place] * a.size;
     float* to = a.out + place * a.size;
     int64_t i = 0;
+    if (streams) {
+      for (; i < a.size; i += kLanes) stream(to + i, load(from + i));
+      continue;
+    }
     for (; i + kLanes <= a.size; i += kLanes) store(to + i, load(from + i));
     for (; i < a.size; ++i) to[i] = from[i];
   }
+#if defined(__x86_64__)
+  if (streams) _mm_sfence();
+#endif
 }
 
 // The rows of one segment, in their order, so that the sum does not depend on who adds.
 static inline void segment_sum(const RowSegments& a, int64_t segment, float* sum) {
+  constexpr int64_t kAhead = 8;
   int64_t place = a.starts[segment];
-  const int64_t end = a.starts[segment + 1];
+  const int64_t end = a.starts[segment + 1], last = a.starts[a.count];
+  for (int64_t next = place; next < end; ++next) {
+    if (next + kAhead >= last) break;
+    const float* ahead = a.values + a.order[next + kAhead] * a.size;
+    for (int64_t i = 0; i < a.size; i += 16) __builtin_prefetch(ahead + i);
+  }
   std::memcpy(sum, a.values + a.order[place] * a.size, a.size * sizeof(float));
   for (++place; place < end; ++place) {
     const float* from = a.values + a.order[place] * a.size;

