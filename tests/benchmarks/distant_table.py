@@ -94,7 +94,7 @@ class Outcome:
 
 
 def train(lengths: list[int], delays: Delays, *, in_flight: int, staleness: int, items_per_batch: int = 2048, sync_steps: int = 0) -> Outcome:
-    """One epoch over histories of these lengths; the first steps warm up and are not counted in the shares."""
+    """One epoch over histories of these lengths; the first steps fill the stages and are not counted in the shares."""
     shape = RetrieverConfig(hidden_size=64, num_layers=2, num_heads=2, max_items=max(lengths), dropout=0.0, embedding_dropout=0.0)
     config: TrainConfig = replace(
         recipe("retriever-small"), retriever=shape, max_items=max(lengths), crop="last", items_per_batch=items_per_batch, num_negatives=256, epochs=1,
