@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from semantide.services.training.batches import HistoryBatch, Sampler
 from semantide.services.training.recipes import TrainConfig, recipe
-from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
+from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.shared.models.item_table import LocalTable, Route
 from semantide.shared.models.retriever import Retriever, RetrieverConfig
@@ -110,7 +111,7 @@ def train(lengths: list[int], delays: Delays, *, in_flight: int, staleness: int,
     listener = Listener(time.perf_counter, metric=lambda step, values: rows.append((time.perf_counter(), values)))
     with tempfile.TemporaryDirectory() as scratch:
         state = Trainer(config, objective, Sampler(histories, config, 0), None, listener, Path(scratch), seed=0, checkpoint_seconds=1e9).run()
-    steps = [(time_ - before, values) for (before, _), (time_, values) in zip(rows[2:], rows[3:], strict=False) if "loss" in values]
+    steps = [(time_ - before, values) for (before, _), (time_, values) in pairwise(rows[2:]) if "loss" in values]
     total = sum(seconds for seconds, _ in steps)
     names = ("compute_share", "exposed_load", "exposed_sparse", "exposed_copy", "idle_share")
     shares = {name: sum(seconds * values[name] for seconds, values in steps) / total for name in names}

@@ -46,7 +46,14 @@ def exposed(options: argparse.Namespace, wrong: list[str]) -> dict[str, dict[str
     for name in modes:
         value = statistics.median(outcome.shares["exposed_sparse"] for outcome in outcomes[name])
         bounds = {"at_least": 0.022, "aim": 0.01} if name == "stale1" else {}
-        measures[f"exposed_sparse_{name}"] = {"value": value, "unit": "share", "better": "lower", "baseline": "TurboGR 0.2412 -> 0.0219", "runs": runs, **bounds}
+        measures[f"exposed_sparse_{name}"] = {
+            "value": value,
+            "unit": "share",
+            "better": "lower",
+            "baseline": "TurboGR 0.2412 -> 0.0219",
+            "runs": runs,
+            **bounds,
+        }
         seconds = statistics.median(outcome.step_seconds for outcome in outcomes[name])
         measures[f"step_seconds_{name}"] = {"value": seconds, "unit": "seconds", "better": "lower", "runs": runs}
     return measures
