@@ -83,7 +83,9 @@ def tables(world: World, folder: Path, argument: str) -> None:
     except Exception as error:
         (folder / f"ended-{world.rank}").write_text(type(error).__name__)
         return
-    save_file({"table": table.weight_ND, **{name: p.detach().clone() for name, p in objective.model.named_parameters()}}, folder / f"rank-{world.rank}.safetensors")
+    save_file(
+        {"table": table.weight_ND, **{name: p.detach().clone() for name, p in objective.model.named_parameters()}}, folder / f"rank-{world.rank}.safetensors"
+    )
     (folder / f"rank-{world.rank}.json").write_text(json.dumps({"losses": state.losses}))
 
 
