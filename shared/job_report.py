@@ -45,7 +45,9 @@ PLOTS = (
     Plot("Loss", ("loss",), "per target"),
     Plot("Validation", ("valid_ndcg@10", "valid_hr@10")),
     Plot("Tokens per second", ("tokens_per_second",), "of all ranks together"),
-    Plot("Use of the arithmetic", ("mfu",), "operations that the packed histories need, of the leading rank, over the matrix-product peak measured on its device"),
+    Plot(
+        "Use of the arithmetic", ("mfu",), "operations that the packed histories need, of the leading rank, over the matrix-product peak measured on its device"
+    ),
     Plot(
         "What the time went into",
         ("compute_share", "exposed_load", "exposed_sparse", "exposed_copy", "exposed_dense", "idle_share"),
@@ -85,7 +87,11 @@ def _facts(record: JobRecord) -> str:
     facts += [(f"input {name}", ref) for name, ref in record.spec.inputs.items()] + [(f"made {name}", ref) for name, ref in record.artifacts.items()]
     facts += [("config", json.dumps(record.spec.config, sort_keys=True))] if record.spec.config else []
     facts += [("result", json.dumps(record.result, sort_keys=True))] if record.result else []
-    return '<div class="scroll"><table>' + "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts if value) + "</table></div>"
+    return (
+        '<div class="scroll"><table>'
+        + "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts if value)
+        + "</table></div>"
+    )
 
 
 def _series(rows: Rows) -> dict[str, list[tuple[float, float]]]:

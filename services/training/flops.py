@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from semantide.services.training.negatives import mix_of
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.retriever import Retriever
+from semantide.shared.models.retriever import FuXiLayer, Retriever
 from semantide.shared.models.sasrec import SASRec
 
 _PASSES = 3  # the backward pass makes two products for each of the forward pass
@@ -59,7 +59,8 @@ def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
         return StepWork(_linear(model.layers), 2 * size * model.config.num_layers, size * (config.num_negatives + 1 if sampled else num_items))
     if isinstance(model, Retriever):
         size, hard, mix = model.config.hidden_size, config.negatives, mix_of(config)
-        channels = 1 + (sum(1 for _ in model.layers[0].biases.parameters()) if model.config.layer == "fuxi" else 0)
+        layer = model.layers[0]
+        channels = layer.channels if isinstance(layer, FuXiLayer) else 1
         own = mix.size if mix else 0
         if hard.sharing == "vectors":
             own *= hard.expansion
