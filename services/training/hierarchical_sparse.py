@@ -23,12 +23,14 @@ share, D vector size, C numbers of optimiser state per row.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from semantide.services.training.sharded_table import index_type
+from semantide.services.training.sharded_table import ShardedTable, index_type, rows_of_share
 from semantide.services.training.world import Traffic, World
 from semantide.shared.models.item_table import LocalTable, Route
 
@@ -82,13 +84,30 @@ class _Copy:
     """How a group's copy of a share sends rows: all vectors, then the optimiser's state of those rows whose state goes along, as one line of numbers."""
 
     def __init__(self, table: LocalTable, replicas: World) -> None:
-        self.table, self.replicas = table, replicas
-        none = torch.zeros(0, dtype=torch.int64)
-        self._widths = tuple(block.shape[1] for block in table.read(none))
+        self.replicas, self._weight_ND = replicas, table.weight_ND
+        self._states = [tensor for name, tensor in table.state().items() if name != "weight"]
+        self._state_widths = [math.prod(tensor.shape[1:]) for tensor in self._states]
+        self._widths = table.weight_ND.shape[1], sum(self._state_widths)
+
+    def vectors(self, rows: Tensor) -> Tensor:
+        """Vectors of rows: [K, D]."""
+        return self._weight_ND[rows.to(self._weight_ND.device)]
+
+    def states(self, rows: Tensor) -> Tensor:
+        """Everything else that belongs to rows: [K, C]."""
+        place = rows.to(self._weight_ND.device)
+        return torch.cat([tensor[place].view(len(rows), width) for tensor, width in zip(self._states, self._state_widths, strict=True)], 1)
+
+    def write(self, rows: Tensor, vectors_KD: Tensor, rows_with_state: Tensor, states_KC: Tensor) -> None:
+        """Put what another copy sent in the place of what is here."""
+        self._weight_ND[rows.to(self._weight_ND.device)] = vectors_KD
+        place = rows_with_state.to(self._weight_ND.device)
+        for tensor, part in zip(self._states, states_KC.split(self._state_widths, 1), strict=True):
+            tensor[place] = part.reshape(len(place), *tensor.shape[1:])
 
     def exchange(self, world: World, given: list[tuple[Tensor, Tensor]], taken: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Send rows (vectors of the first, states of the second) to every group, and get the vectors and states of what is taken from each."""
-        parts = [torch.cat([self.table.read(rows)[0].flatten(), self.table.read(with_state)[1].flatten()]) for rows, with_state in given]
+        parts = [torch.cat([self.vectors(rows).flatten(), self.states(with_state).flatten()]) for rows, with_state in given]
         lengths = [len(rows) * self._widths[0] + len(with_state) * self._widths[1] for rows, with_state in taken]
         blocks = []
         for (rows, with_state), got in zip(taken, world.all_to_all(parts, lengths), strict=True):
@@ -104,7 +123,7 @@ class _Copy:
             given = [(none, none) if group == me else (of[me], of[me]) for group in range(self.replicas.size)]
             taken = [(none, none) if group == me else (of[group], of[group]) for group in range(self.replicas.size)]
             for (group_rows, _), (vectors, states) in zip(taken, self.exchange(world, given, taken), strict=True):
-                self.table.write(group_rows, vectors, group_rows, states)
+                self.write(group_rows, vectors, group_rows, states)
 
 
 class ExactReplicas:
@@ -116,13 +135,13 @@ class ExactReplicas:
     def __init__(self, table: LocalTable, replicas: World) -> None:
         self.table, self._replicas, self._copy = table, replicas, _Copy(table, replicas)
         self._ids, self._vectors, self._gradients = replicas.channel(), replicas.channel(), replicas.channel()
-        self._owner_N = (torch.arange(table.num_rows) % replicas.size).to(torch.int16)
-        self._changed_N = torch.zeros(table.num_rows, dtype=torch.bool)
+        self._owner_N = (torch.arange(len(table.weight_ND)) % replicas.size).to(torch.int16)
+        self._changed_N = torch.zeros(len(table.weight_ND), dtype=torch.bool)
 
     def route(self, ids_T: Tensor) -> ReplicaRoute:
         """Find the rows, and tell the other groups."""
         own = self.table.route(ids_T)
-        return ReplicaRoute(own, Touched.gather(own.ids_U, self.table.num_rows, self._ids))
+        return ReplicaRoute(own, Touched.gather(own.ids_U, len(self.table.weight_ND), self._ids))
 
     def fetch(self, route: ReplicaRoute) -> Tensor:
         """The vectors [U, D], once this group has those that it touches and does not own."""
@@ -138,7 +157,7 @@ class ExactReplicas:
             given.append((rows_S[gives_S], rows_S[gives_S & moved_S & (next_S == group)]))
             taken.append((rows_S[takes_S], rows_S[takes_S & moved_S & (next_S == me)]))
         for (rows, with_state), (vectors, states) in zip(taken, self._copy.exchange(self._vectors, given, taken), strict=True):
-            self.table.write(rows, vectors, with_state, states)
+            self._copy.write(rows, vectors, with_state, states)
         self._owner_N[rows_S] = next_S.to(torch.int16)
         return self.table.fetch(route.own)
 
@@ -159,6 +178,15 @@ class ExactReplicas:
             sums_KD[slot.to(device)] += part
         self.table.update(self.table.route(rows_S[mine_S].to(device)), sums_KD, rate)
         self._changed_N[rows_S] = True
+
+    def state(self) -> dict[str, Tensor]:
+        """This group's copy; all groups' are alike after ``settle``, which a checkpoint needs first."""
+        return self.table.state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a settled copy, the same in all groups."""
+        self.table.load(state)
+        self._changed_N.zero_()
 
     def traffic(self) -> dict[str, Traffic]:
         """What went between groups, by what it was."""
@@ -184,7 +212,7 @@ class PeriodicReplicas:
             raise ValueError(f"copies are to meet every {every} updates: give at least 1")
         self.table, self._replicas, self._copy, self._every = table, replicas, _Copy(table, replicas), every
         self._ids, self._vectors = replicas.channel(), replicas.channel()
-        self._touched_N = torch.zeros(table.num_rows, dtype=torch.bool)
+        self._touched_N = torch.zeros(len(table.weight_ND), dtype=torch.bool)
         self._updates = 0
         self.drift = 0.0
 
@@ -204,13 +232,22 @@ class PeriodicReplicas:
         if self._updates % self._every == 0:
             self.settle()
 
+    def state(self) -> dict[str, Tensor]:
+        """This group's copy; all groups' are alike after ``settle``, which a checkpoint needs first."""
+        return self.table.state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a settled copy, the same in all groups."""
+        self.table.load(state)
+        self._touched_N.zero_()
+
     def traffic(self) -> dict[str, Traffic]:
         """What went between groups, by what it was."""
         return {"replica_ids": self._ids.traffic, "replica_vectors": self._vectors.traffic}
 
     def settle(self) -> None:
         """Make all groups' copies alike: the mean of those that changed."""
-        touched = Touched.gather(self._touched_N.nonzero().squeeze(1), self.table.num_rows, self._ids)
+        touched = Touched.gather(self._touched_N.nonzero().squeeze(1), len(self.table.weight_ND), self._ids)
         owner_S = touched.one_of_S()
         distance, length = 0.0, 0.0
         for rows, by_M, owner in zip(touched.rows_S.split(_ROWS_PER_MESSAGE), touched.by_SM.split(_ROWS_PER_MESSAGE), owner_S.split(_ROWS_PER_MESSAGE), strict=True):
@@ -240,5 +277,21 @@ class PeriodicReplicas:
             place = slot_S[taken][count_K1[slot_S[taken], 0] > 1]
             copies, mean = vectors[count_K1[slot_S[taken], 0] > 1], vectors_KD[place]
             distance, length = distance + float((copies - mean).norm(dim=1).sum()), length + float(mean.norm(dim=1).sum())
-        self.table.write(rows_S[mine_S], vectors_KD, rows_S[mine_S], states_KC)
+        self._copy.write(rows_S[mine_S], vectors_KD, rows_S[mine_S], states_KC)
         return distance, length
+
+
+def hierarchical_table(
+    num_rows: int, world: World, group_size: int, share: Callable[[int, slice], LocalTable], *, every: int = 0
+) -> ShardedTable:
+    """A table over all ranks, in groups of ``group_size``: exact copies, or with ``every`` copies that meet every so many updates.
+
+    ``share`` makes the table of some rows: how many, and which of all they are. It must give equal rows on every rank. ``world``'s ranks all call this.
+
+    Raises: ValueError when groups of that size do not fill the world.
+    """
+    cut = world.grid(group_size)
+    own = share(rows_of_share(num_rows, cut.shards), slice(cut.shards.rank, None, cut.shards.size))
+    if cut.replicas.size == 1:
+        return ShardedTable(own, num_rows, cut.shards)
+    return ShardedTable(PeriodicReplicas(own, cut.replicas, every) if every else ExactReplicas(own, cut.replicas), num_rows, cut.shards)

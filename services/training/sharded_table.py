@@ -11,13 +11,14 @@ Legend: T ids of a batch, U unique ids among them, A rows that the group asks of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from semantide.kernels.jagged_embedding import segment_sum
+from semantide.kernels.jagged_embedding import segment_order, segment_sum, unique_ids
 from semantide.services.training.world import Traffic, World
 from semantide.shared.models.item_table import LocalTable
 
@@ -38,10 +39,10 @@ class ShardedRoute:
 
 
 class ShardedTable:
-    """A table of ``num_rows`` rows spread over the ranks of ``shards``; ``share`` is the table of this rank's rows."""
+    """A table of ``num_rows`` rows dealt out to the ranks of ``shards``; ``share`` is the table of this rank's rows."""
 
     def __init__(self, share: Any, num_rows: int, shards: World) -> None:
-        self.share, self.num_rows, self._shards = share, num_rows, shards
+        self.share, self.num_rows, self.shards = share, num_rows, shards
         self._ids, self._vectors, self._gradients = shards.channel(), shards.channel(), shards.channel()
 
     def route(self, ids_T: Tensor) -> ShardedRoute:
@@ -49,14 +50,11 @@ class ShardedTable:
 
         Raises: ValueError for an id outside the table, before anything is sent.
         """
-        ids_U, inverse_T = ids_T.unique(return_inverse=True)
-        if len(ids_U) and not 0 <= int(ids_U[0]) <= int(ids_U[-1]) < self.num_rows:
-            wrong = int(ids_U[0]) if int(ids_U[0]) < 0 else int(ids_U[-1])
-            raise ValueError(f"id {wrong} is outside the table of {self.num_rows} rows: map ids to rows first")
-        owner_U = ids_U % self._shards.size
+        ids_U, inverse_T = unique_ids(ids_T, self.num_rows)
+        owner_U = ids_U % self.shards.size
         order_U = owner_U.argsort(stable=True)
-        asked_of = torch.bincount(owner_U, minlength=self._shards.size).tolist()
-        rows_U = (ids_U // self._shards.size)[order_U].to(index_type(self.num_rows))
+        asked_of = torch.bincount(owner_U, minlength=self.shards.size).tolist()
+        rows_U = (ids_U // self.shards.size)[order_U].to(index_type(self.num_rows))
         asked = self._ids.all_to_all(rows_U.split(asked_of))
         return ShardedRoute(ids_U, inverse_T, order_U, tuple(asked_of), tuple(len(rows) for rows in asked), self.share.route(torch.cat(asked).long()))
 
@@ -72,7 +70,22 @@ class ShardedTable:
         """Send gradients to their rows' owners, which add them up in the order of ranks and step once a row."""
         sent = gradients_UD[route.order_U.to(gradients_UD.device)].split(route.asked_of)
         gradients_AD = torch.cat(self._gradients.all_to_all(sent, route.asked_by))
-        self.share.update(route.share, segment_sum(gradients_AD, route.share.inverse_T, len(route.share.ids_U)), rate)
+        order = segment_order(route.share.inverse_T, len(route.share.ids_U))
+        self.share.update(route.share, segment_sum(gradients_AD, order), rate)
+
+    def settle(self) -> None:
+        """Make the copies of all groups alike, where there are several: before ``state`` and before whole shares are read. All ranks call it between steps."""
+        if not isinstance(self.share, LocalTable):
+            self.share.settle()
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's share."""
+        share: dict[str, Tensor] = self.share.state()
+        return share
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from this rank's share."""
+        self.share.load(state)
 
     def traffic(self) -> dict[str, Traffic]:
         """What went over the wire, by what it was."""
