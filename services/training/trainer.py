@@ -222,7 +222,7 @@ class Trainer:
         found = self._checkpoints.latest()
         if found is None:
             return
-        tensors, saved = found
+        tensors, saved = found.tensors, found.state
         if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
             raise Conflict(
                 f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
