@@ -13,7 +13,8 @@ from torch import Tensor
 
 def known_keys(sequences_N: Tensor, rows_N: Tensor, num_rows: int) -> Tensor:
     """What says that a row is a positive of a sequence: sorted keys for ``sampled_softmax``."""
-    return torch.unique(sequences_N * num_rows + rows_N)
+    keys_K: Tensor = torch.unique(sequences_N * num_rows + rows_N)
+    return keys_K
 
 
 def is_known(sequences: Tensor, rows: Tensor, known_K: Tensor, num_rows: int) -> Tensor:

@@ -41,9 +41,9 @@ class Stored:
         return self.table_UD.shape[1]
 
     def widened(self, short: Tensor, rows: Tensor) -> Tensor:
-        """Rows of the table in the type of computation; ``rows`` says on this table's device which."""
+        """Rows of the table in the type of computation; ``rows`` says which they are."""
         values = short.to(self.wide)
-        return values if self.scales_U is None else values * self.scales_U[rows].to(values.device).unsqueeze(-1)
+        return values if self.scales_U is None else values * self.scales_U[rows.to(self.scales_U.device)].to(values.device).unsqueeze(-1)
 
     def whole(self) -> Tensor:
         """All rows in the type of computation."""
@@ -58,48 +58,57 @@ class Stored:
 class SegmentRows:
     """Rows and vectors of each segment on the device that computes.
 
-    A table on another device is read with two buffers: while a segment is at work, the one after it is gathered and copied.
+    A table in the host's memory is read with two buffers on either side: while a segment is at work, the one after it is gathered and copied.
     """
 
     def __init__(self, stored: Stored, segments: Sequence[Tensor], device: torch.device) -> None:
         self._stored, self._segments, self._device = stored, segments, device
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._stored.table_UD.device == self._device or self._device.type == "cpu":
-            for rows in self._segments:
-                at = rows.clamp(min=0).to(self._stored.table_UD.device)
-                yield rows, self._stored.widened(self._stored.table_UD[at].to(self._device), at)
-            return
-        yield from self._copied()
+        return self._copied() if self._apart() else self._here()
+
+    def _apart(self) -> bool:
+        return self._stored.table_UD.is_cpu and self._device.type != "cpu"
+
+    def _here(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in self._segments:
+            at = rows.clamp(min=0)
+            yield rows, self._stored.widened(self._stored.table_UD[at], at)
 
     def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        accelerator = torch.get_device_module(self._device)
-        beside, home = accelerator.Stream(self._device), self._stored.table_UD.device
+        accelerator, stored = torch.get_device_module(self._device), self._stored
+        beside = accelerator.Stream()
         largest = max((rows.numel() for rows in self._segments), default=0)
-        pinned = [torch.empty(largest, self._stored.size, dtype=self._stored.table_UD.dtype, pin_memory=True) for _ in range(2)]
-        copied: list[torch.Event | None] = [None, None]
+        host, device = (
+            [self._pinned(largest) for _ in range(2)],
+            [torch.empty(largest, stored.size, dtype=stored.table_UD.dtype, device=self._device) for _ in range(2)],
+        )
+        arrived, used = [accelerator.Event() for _ in range(2)], [accelerator.Event() for _ in range(2)]
 
-        def send(number: int) -> tuple[Tensor, Tensor, Tensor | None, torch.Event]:
-            rows, slot = self._segments[number], number % 2
-            at = rows.clamp(min=0).to(home).flatten()
-            if (earlier := copied[slot]) is not None:
-                earlier.synchronize()  # the buffer may still be on its way
-            torch.index_select(self._stored.table_UD, 0, at, out=pinned[slot][: len(at)])
+        def send(number: int) -> None:
+            slot, rows = number % 2, self._segments[number]
+            if number >= 2:
+                arrived[slot].synchronize()  # what was in the host's buffer has left it
+            at = rows.clamp(min=0).flatten().cpu()
+            torch.index_select(stored.table_UD, 0, at, out=host[slot][: len(at)])
             with accelerator.stream(beside):
-                short = pinned[slot][: len(at)].to(self._device, non_blocking=True).view(*rows.shape, -1)
-                scales = None if self._stored.scales_U is None else self._stored.scales_U[at].to(self._device, non_blocking=True).view(rows.shape)
-                event = accelerator.Event()
-                event.record(beside)
-            copied[slot] = event
-            return rows, short, scales, event
+                if number >= 2:
+                    beside.wait_event(used[slot])
+                device[slot][: len(at)].copy_(host[slot][: len(at)], non_blocking=True)
+                arrived[slot].record(beside)
 
-        under_way = send(0) if len(self._segments) else None
-        for number in range(len(self._segments)):
-            assert under_way is not None
-            rows, short, scales, event = under_way
-            accelerator.current_stream(self._device).wait_event(event)
-            short.record_stream(accelerator.current_stream(self._device))
-            vectors = short.to(self._stored.wide)
-            # The next one leaves before this one's work is queued: both go on at the same time.
-            under_way = send(number + 1) if number + 1 < len(self._segments) else None
-            yield rows, vectors if scales is None else vectors * scales.unsqueeze(-1)
+        if self._segments:
+            send(0)
+        for number, rows in enumerate(self._segments):
+            slot = number % 2
+            if number + 1 < len(self._segments):
+                send(number + 1)
+            here = accelerator.current_stream()
+            here.wait_event(arrived[slot])
+            vectors = stored.widened(device[slot][: rows.numel()].view(*rows.shape, -1), rows.clamp(min=0))
+            yield rows, vectors
+            # Widened vectors of a float32 table are the buffer itself: it is free when all that was queued with them is done.
+            used[slot].record(here)
+
+    def _pinned(self, count: int) -> Tensor:
+        return torch.empty(count, self._stored.size, dtype=self._stored.table_UD.dtype, pin_memory=True)

@@ -37,6 +37,7 @@ class TokenSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, vectors_UD: Tensor, stored: Stored, token: Token, masks: Masks) -> Tensor:
+        """See ``torch.autograd.Function``: the sums; what is kept is of size [T, D] and [T]."""
         hidden_TD = hidden_TD.detach().contiguous()
         plain = _Plain.of(hidden_TD, stored, token, masks)
         sums_TP = hidden_TD.new_full((len(hidden_TD), len(token.takers_PT)), -torch.inf)
@@ -55,6 +56,7 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Logits are computed again, segment by segment, and their shares added to both gradients."""
         hidden_TD, sums_T = ctx.saved_tensors
         stored, token, masks, vectors_UD = ctx.given
         hidden_grad_TD, vectors_grad_UD = torch.zeros_like(hidden_TD), torch.zeros_like(vectors_UD)
@@ -90,6 +92,7 @@ class SharedSums(torch.autograd.Function):
         temperature: float,
         segment: int,
     ) -> Tensor:
+        """See ``torch.autograd.Function``: the sums; what is kept is of size [T, D] and [T]."""
         hidden_TD = hidden_TD.detach()
         sums_T = hidden_TD.new_full((len(hidden_TD),), -torch.inf)
         for block, _, logits_br in _shared_logits(hidden_TD, stored, shared_S, shift_S, masks, temperature, segment):
@@ -101,6 +104,7 @@ class SharedSums(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        """Logits are computed again, segment by segment, and their shares added to both gradients."""
         hidden_TD, sums_T = ctx.saved_tensors
         stored, shared_S, shift_S, masks, temperature, segment, vectors_UD = ctx.given
         hidden_grad_TD, vectors_grad_UD = torch.zeros_like(hidden_TD), torch.zeros_like(vectors_UD)

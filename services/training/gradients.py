@@ -89,7 +89,7 @@ class GradientSum:
     def finish(self) -> None:
         """After the backward pass: every gradient is the sum of all ranks'.
 
-        Raises: TransientError when a rank is gone or does not answer in time.
+        Raises: RankLost when a rank is gone or does not answer in time.
         """
         while self._launched < len(self._buckets):
             self._launch()

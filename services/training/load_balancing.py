@@ -110,7 +110,10 @@ class Share:
 
 
 class Shares:
-    """This rank's shares of an epoch's batches, made ahead on a thread of their own; close it."""
+    """This rank's shares of an epoch's batches, made ahead on a thread of their own; close it.
+
+    ``change`` takes another cost model, on all ranks from the same batch on; what is made already stays.
+    """
 
     def __init__(
         self,
@@ -125,7 +128,8 @@ class Shares:
         ahead: int = _AHEAD,
     ) -> None:
         """``world`` is a channel that nobody else uses; with ``exchange`` a rank reads only the pieces whose number is its own modulo the ranks."""
-        self._world, self._epoch, self._model, self._count = world, epoch, model, count
+        self._world, self._epoch, self._count = world, epoch, count
+        self._models = [(first, model)]
         self._exchange, self._balanced, self._ahead = exchange, balanced, ahead
         self._next = first
         self._made: dict[int, Future[Share]] = {}
@@ -135,7 +139,7 @@ class Shares:
     def __getitem__(self, index: int) -> Share:
         """The share of one batch; batches are asked for in order, from ``first`` on.
 
-        Raises: TransientError when a rank is gone.
+        Raises: RankLost when a rank is gone.
         """
         if self._thread is None:
             batch = self._epoch.batch(index)
@@ -145,22 +149,25 @@ class Shares:
             self._next += 1
         return self._made.pop(index).result()
 
+    def change(self, model: CostModel, consumed: int) -> None:
+        """Share out by ``model`` from the first batch on that no rank can have made when none has been asked for ``consumed``."""
+        self._models.append((consumed + self._ahead + 1, model))
+
     def close(self) -> None:
         """End the thread. What was begun is ended first: the other ranks have begun it too."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def _make(self, index: int) -> Share:
+        model = next(model for first, model in reversed(self._models) if first <= index)
         epoch, world = self._epoch, self._world
         pieces = epoch.batches[index]
         lengths = epoch.lengths_P[pieces]
-        costs = self._model.costs(lengths)
+        costs = model.costs(lengths)
         parts = assign(costs, world.size) if self._balanced else np.array_split(np.arange(len(pieces)), world.size)
-        if self._exchange:
-            batch = self._exchanged([pieces[part] for part in parts])
-        else:
-            batch = epoch.gather(pieces[parts[world.rank]])
-        counts_K = world.all_reduce_sum(self._count(batch).cpu())
+        shares = [pieces[part] for part in parts]
+        batch = self._exchanged(shares) if self._exchange else epoch.gather(shares[world.rank])
+        counts_K = world.all_reduce_sum(self._count(batch).cpu().clone())
         return Share(batch, int(lengths.sum()), counts_K, imbalance(costs, parts))
 
     def _exchanged(self, wanted: Sequence[IntArray]) -> HistoryBatch:
@@ -189,15 +196,19 @@ class Shares:
 class StepTimes:
     """What this rank's steps took, for the next fit of the cost model."""
 
-    def __init__(self, most: int = 512) -> None:
+    def __init__(self, most: int = 256) -> None:
         self._most = most
         self._rows: list[tuple[float, float, float]] = []
 
+    @property
+    def wanted(self) -> bool:
+        """Whether more steps would make the next fit better."""
+        return len(self._rows) < self._most
+
     def add(self, lengths_B: Tensor, seconds: float) -> None:
         """One step's histories and the seconds of its own computing, waits left out."""
-        if len(self._rows) < self._most:
-            lengths = lengths_B.double()
-            self._rows.append((float(lengths.sum()), float((lengths**2).sum()), seconds))
+        lengths = lengths_B.double()
+        self._rows.append((float(lengths.sum()), float((lengths**2).sum()), seconds))
 
     def fit(self, world: World, model: CostModel) -> CostModel:
         """The model fitted to all ranks' steps so far, the same on every rank; the measurements begin anew."""

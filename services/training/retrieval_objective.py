@@ -52,6 +52,10 @@ class NextItemSampled:
             drawn = torch.randint(self._num_items, (number,), generator=generator)
         return {ITEMS: torch.cat([items_T, drawn])}
 
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """Every item."""
+        return batch.items.offsets_B1[-1:]
+
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows]) -> LossSum:
         """One part: the next item."""
         items, config, found = batch.items, self._config, rows[ITEMS]
@@ -82,7 +86,7 @@ class NextItemSampled:
                 known_K=known_K,
             )
             total = losses_T.sum()
-        return LossSum(total.unsqueeze(0), items.offsets_B1[-1:], torch.ones(1, device=total.device))
+        return LossSum(total.unsqueeze(0), self.counts(batch), torch.ones(1, device=total.device))
 
     def hidden(self, batch: HistoryBatch, vectors_UD: Tensor, inverse_T: Tensor) -> Tensor:
         """States from which each item of the batch is predicted: those of the place before it."""

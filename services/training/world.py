@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from semantide.shared.errors import TransientError
+from semantide.shared.errors import RankLost
 
 _DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -53,7 +53,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Its result, once all ranks have given their part.
 
-        Raises: TransientError when a rank is gone or does not answer in time.
+        Raises: RankLost when a rank is gone or does not answer in time.
         """
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -95,7 +95,7 @@ class World:
     def join(cls, device: torch.device | str | None = None, *, timeout_seconds: float = 600.0, clock: Callable[[], float] = lambda: 0.0) -> World:
         """The world that torchrun's environment describes; without one this process alone. Without ``device``: the best kind there is, by local rank.
 
-        Raises: ValueError for fewer devices than local ranks, TransientError when the others do not come in time.
+        Raises: ValueError for fewer devices than local ranks, RankLost when the others do not come in time.
         """
         kind = torch.device(device) if device is not None else _best_device()
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -163,7 +163,7 @@ class World:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """The sum of ``tensor`` over all ranks, in place.
 
-        Raises: TransientError when a rank is gone or does not answer in time.
+        Raises: RankLost when a rank is gone or does not answer in time.
         """
         return self.start_all_reduce_sum(tensor).wait()
 
@@ -172,7 +172,7 @@ class World:
 
         ``received`` are the lengths to come, where they are known; otherwise they are exchanged first.
 
-        Raises: ValueError for a wrong number of parts, TransientError when a rank is gone or does not answer in time.
+        Raises: ValueError for a wrong number of parts, RankLost when a rank is gone or does not answer in time.
         """
         if len(parts) != self.size:
             raise ValueError(f"{len(parts)} parts for {self.size} ranks: give one part per rank, empty ones included")
@@ -252,7 +252,7 @@ class _told:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError):
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TransientError(f"{self._failed} ({first}): a rank ended or hangs, see its log; all ranks start again from the last checkpoint") from error
+            raise RankLost(f"{self._failed} ({first}): a rank ended or hangs, see its log; all ranks start again from the last checkpoint") from error
 
 
 def _wire(tensor: Tensor) -> Tensor:

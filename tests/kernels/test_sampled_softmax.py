@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from semantide.kernels import native
+from semantide.kernels import native, softmax_segments
 from semantide.kernels.sampled_softmax import known_keys, sampled_softmax, segmented
+from semantide.kernels.segment_rows import SegmentRows, Stored
 
 
 def case(seed: int, targets: int, rows: int, negatives: int, partners: int, size: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -178,3 +180,56 @@ def test_numbers_that_are_none_come_through() -> None:
     hidden_TD = arguments["hidden_TD"].detach().clone()
     hidden_TD[1] = torch.nan
     assert torch.isnan(sampled_softmax(**{**arguments, "hidden_TD": hidden_TD})[1])
+
+
+class Accelerator:
+    """The streams and events of a device, all on one CPU: what is queued is done at once, and the order of it kept."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Any]] = []
+        log = self.log
+
+        class Event:
+            recorded = 0
+
+            def record(self, stream: Any) -> None:
+                self.recorded += 1
+                log.append(("record", self))
+
+            def synchronize(self) -> None:
+                log.append(("synchronize", self))
+
+        class Stream:
+            def wait_event(self, event: Any) -> None:
+                assert event.recorded, "waits for what was never queued"
+                log.append(("wait", event))
+
+        self.Event, self.Stream, self._main = Event, Stream, Stream()
+
+    def current_stream(self) -> Any:
+        return self._main
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_a_table_on_the_host_comes_through_two_buffers(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Accelerator()
+    arguments = case(9, 40, 12, 6, 2, 8) | {"precision": precision, "segment": 2}
+    expected = outcome(sampled_softmax.reference, arguments)
+    monkeypatch.setattr(softmax_segments, "_NUMBERS", 64)
+    monkeypatch.setattr(native, "library_for", lambda *_: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    monkeypatch.setattr(SegmentRows, "_apart", lambda self: True)
+    monkeypatch.setattr(SegmentRows, "_pinned", lambda self, count: torch.full((count, self._stored.size), 77, dtype=self._stored.table_UD.dtype))
+    agree(outcome(segmented, arguments), expected)
+    # A buffer is written again only after what was computed with it has been queued, and the host's only after it has left.
+    assert {kind for kind, _ in fake.log} == {"record", "wait", "synchronize"}
+    stored = Stored.of(arguments["vectors_UD"].detach(), "float32")
+    fake.log.clear()
+    segments = [torch.tensor([number, number + 1]) for number in range(5)]
+    for number, (rows, vectors) in enumerate(SegmentRows(stored, segments, torch.device("cpu"))):
+        assert torch.equal(vectors, stored.table_UD[segments[number]]) and torch.equal(rows, segments[number])
+        sent = sum(kind == "record" for kind, _ in fake.log) - number
+        assert sent == min(number + 2, 5), "the next segment is on its way before this one is at work"
