@@ -14,10 +14,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from semantide.services.training.world import World
 from semantide.shared.artifacts import digest_file
-from semantide.shared.errors import Conflict, Corrupt, SemantideError, TransientError
+from semantide.shared.errors import Conflict, Corrupt, RankLost, SemantideError, TransientError
 
 _KEPT = 2
 _FILE_BYTES = 256 * 1024**2  # of tensors in one file: what is being written is in memory once more
@@ -66,8 +66,9 @@ class Checkpoints:
         self.folder = folder
         # The thread talks over a process group of its own.
         self._world = (world or World.single()).channel()
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._pending: Future[None] | None = None
+        self._background = background
+        self._writing: Thread | None = None
+        self._error: BaseException | None = None
 
     def save(
         self,
@@ -92,24 +93,23 @@ class Checkpoints:
         for name, tensor in (own or {}).items():
             staged[_own_name(name, self._world.rank)] = _copied(tensor)
         text = json.dumps({**state, "ranks": self._world.size})
-        if self._thread is None:
-            self._write(step, staged, text)
-        else:
-            self._pending = self._thread.submit(self._write, step, staged, text)
+        # A daemon: one that waits for a rank that is gone must not keep this process from ending.
+        self._writing = Thread(target=self._guard, args=(step, staged, text), name="checkpoint", daemon=True)
+        self._writing.start()
+        if not self._background:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until what was begun is on disk.
 
         Raises: TransientError when the disk did not take it; what was there stays.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """End the thread, once what was begun is on disk or has failed."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def latest(self, deals: Mapping[str, Deal] | None = None) -> Saved | None:
         """The newest checkpoint whose bytes are whole; None where there is none. ``deals`` as they are to be now, see ``save``.
@@ -124,6 +124,12 @@ class Checkpoints:
         if found:
             raise Corrupt(f"no checkpoint in {self.folder} is whole: delete the folder to train from the beginning")
         return None
+
+    def _guard(self, step: int, staged: dict[str, Tensor], text: str) -> None:
+        try:
+            self._write(step, staged, text)
+        except BaseException as error:  # told by ``wait``
+            self._error = error
 
     def _write(self, step: int, staged: dict[str, Tensor], text: str) -> None:
         target, aside = self.folder / f"step-{step:09d}", self.folder / f".incoming-{step:09d}"
@@ -155,6 +161,7 @@ class Checkpoints:
                     for old in self._complete()[:-_KEPT]:
                         shutil.rmtree(old, ignore_errors=True)
         except TransientError:
+            # What cannot be removed now goes with the next one.
             if self._world.leads:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -167,10 +174,14 @@ class Checkpoints:
             else:
                 dcp.save(staged, storage_writer=writer, process_group=self._world.group)
         except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise _not_written(step, self.folder, f"rank {rank}: {type(cause).__name__}: {cause}") from cause
-        except (OSError, RuntimeError) as error:
+            failed = next(((rank, cause) for rank, (cause, _) in error.failures.items() if isinstance(cause, OSError)), None)
+            if failed is None:
+                raise RankLost(f"checkpoint of step {step}: the ranks could not write it together ({error.failures}): all start again from the last one") from error
+            raise _not_written(step, self.folder, f"rank {failed[0]}: {failed[1]}") from failed[1]
+        except OSError as error:
             raise _not_written(step, self.folder, f"rank {self._world.rank}: {error}") from error
+        except RuntimeError as error:
+            raise RankLost(f"checkpoint of step {step}: a rank ended or hangs while it was written ({error}): all start again from the last one") from error
 
     def _whole(self, folder: Path) -> bool:
         """Whether this rank's part of the files have their digests."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from semantide.services.training.batches import Epoch, Sampler
-from semantide.services.training.checkpoint import Checkpoints
+from semantide.services.training.checkpoint import Checkpoints, Deal
 from semantide.services.training.fence import Staleness
 from semantide.services.training.flight import Flight
 from semantide.services.training.gradients import GradientSum
@@ -85,7 +85,6 @@ class Trainer:
         self.model: nn.Module = objective.model
         self.state = RunState()
         self._seed, self._identity, self._checkpoint_seconds = seed, identity, checkpoint_seconds
-        self._checkpoints = Checkpoints(checkpoints)
         self._optimisers = build_optimisers(self.model, config)
         self._names = [name for name, _ in self.model.named_parameters()]
         self._parameters = [parameter for _, parameter in self.model.named_parameters()]
@@ -100,6 +99,8 @@ class Trainer:
         self._device = self._parameters[0].device
         self._saved_at = 0.0
         self._loading = self._world.channel()
+        self._checkpoints = Checkpoints(checkpoints, self._world)
+        self._deals = _deals(objective)
         self._gradients = GradientSum(self._world, self._parameters)
         self._times = StepTimes()
 
@@ -118,6 +119,7 @@ class Trainer:
             self._run_epoch(epoch)
             self._end_epoch()
             self._save()
+        self._checkpoints.wait()
         if self._best is not None:
             self._put(self._best)
             for name, kept in self._best_tables.items():
@@ -160,6 +162,7 @@ class Trainer:
             cancelled = self._cancelled()
             if cancelled is not None and self._world.size == 1:
                 self._save(pipeline)
+                self._checkpoints.wait()
                 raise cancelled
             rate = rate_share(config, state.step, (state.epoch + state.batch / num_batches) / config.epochs)
             flight = pipeline.take()
@@ -183,6 +186,7 @@ class Trainer:
             if stop or save:
                 self._save(pipeline)
             if stop:
+                self._checkpoints.wait()
                 raise cancelled or JobCancelled("another rank was asked to stop")
 
     def _cancelled(self) -> JobCancelled | None:
@@ -286,9 +290,7 @@ class Trainer:
             parameter.copy_(value)
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self._device)
+        tensors: dict[str, Tensor] = {}
         for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             tensors[f"model.{name}"] = parameter
             for optimiser in self._optimisers:
@@ -300,20 +302,25 @@ class Trainer:
         for name, table in self.objective.tables.items():
             tensors |= {f"table.{name}.{key}": tensor for key, tensor in table.state().items()}
             tensors |= {f"best_table.{name}.{key}": tensor for key, tensor in self._best_tables.get(name, {}).items()}
-        return tensors | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        return tensors
+
+    def _own(self) -> dict[str, Tensor]:
+        """What this rank alone has."""
+        own = {"random.cpu": torch.get_rng_state()} | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        return own | ({"random.cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
 
     def _save(self, pipeline: Pipeline | None = None) -> None:
         if pipeline is not None:
             pipeline.settle()
             self._on_the_way = pipeline.on_the_way()
-        if self._world.leads:
-            self._checkpoints.save(
-                self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
-            )
+        began = self.listener.clock()
+        state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+        self._checkpoints.save(self.state.step, self._tensors(), state, own=self._own(), deals=self._deals)
+        self.listener.metric(self.state.step, {"checkpoint_stall_seconds": self.listener.clock() - began})
         self._saved_at = self.listener.clock()
 
     def _restore(self) -> None:
-        found = self._checkpoints.latest()
+        found = self._checkpoints.latest(self._deals)
         if found is None:
             return
         tensors, saved = found.tensors, found.state
@@ -337,10 +344,20 @@ class Trainer:
             table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
             if self._best is not None:
                 self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
-        self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in tensors.items() if name.startswith("on_the_way.")}
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors and self._device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random.cuda"], self._device)
+        self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in found.own.items() if name.startswith("on_the_way.")}
+        if "random.cpu" in found.own:
+            torch.set_rng_state(found.own["random.cpu"])
+        else:
+            # Another number of ranks than before: nobody's random numbers go on, and none come a second time.
+            torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step]).generate_state(1)[0]))
+        if "random.cuda" in found.own and self._device.type == "cuda":
+            torch.cuda.set_rng_state(found.own["random.cuda"], self._device)
+
+
+def _deals(objective: Objective) -> dict[str, Deal]:
+    """Which tensors are this rank's rows of tables over several ranks."""
+    dealt = {name: table.shards for name, table in objective.tables.items() if hasattr(table, "shards")}
+    return {f"{kind}.{name}.": Deal(shards.rank, shards.size) for name, shards in dealt.items() for kind in ("table", "best_table")}
 
 
 def _plain(config: TrainConfig) -> Any:

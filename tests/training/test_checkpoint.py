@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from semantide.shared.errors import Conflict, Corrupt, TransientError
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
-    opened = Checkpoints(tmp_path)
-    yield opened
-    opened.close()
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path)
 
 
 def saved_step(checkpoints: Checkpoints) -> int:
