@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -71,7 +72,7 @@ class TableSnapshot:
         snapshot._check(delta, card)
         return snapshot
 
-    def _check(self, folder: Path, card: dict[str, object]) -> None:
+    def _check(self, folder: Path, card: dict[str, Any]) -> None:
         if table_digest(self.ids_N, self.vectors_ND) != card["table"]:
             raise Corrupt(f"{folder} does not lead to the table that it was written for: fetch it and what it follows again, or begin with a new base")
 
@@ -145,7 +146,7 @@ def _bytes(vectors_ND: Tensor) -> Tensor:
     return vectors_ND.contiguous().view(torch.uint8)
 
 
-def _written(folder: Path, card: dict[str, object], ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor) -> str:
+def _written(folder: Path, card: dict[str, Any], ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor) -> str:
     folder.mkdir(parents=True)
     save_file({"ids_N": ids_N, "vectors_ND": vectors_ND.clone(), "deleted_M": deleted_M}, str(folder / _ROWS))
     # Last: without it the folder is no snapshot.
@@ -153,7 +154,7 @@ def _written(folder: Path, card: dict[str, object], ids_N: Tensor, vectors_ND: T
     return _link(folder)
 
 
-def _opened(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
+def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         card = json.loads((folder / _CARD).read_text())
         if digest_file(folder / _ROWS) == card["rows"]:

@@ -21,11 +21,12 @@ from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
 from semantide.services.training.world import World
 from semantide.shared.artifacts import digest_file
@@ -172,11 +173,13 @@ class Checkpoints:
             if self._world.size == 1:
                 _write_alone(writer, staged)
             else:
-                dcp.save(staged, storage_writer=writer, process_group=self._world.group)
+                save_together(staged, storage_writer=writer, process_group=self._world.group)
         except CheckpointException as error:
             failed = next(((rank, cause) for rank, (cause, _) in error.failures.items() if isinstance(cause, OSError)), None)
             if failed is None:
-                raise RankLost(f"checkpoint of step {step}: the ranks could not write it together ({error.failures}): all start again from the last one") from error
+                raise RankLost(
+                    f"checkpoint of step {step}: the ranks could not write it together ({error.failures}): all start again from the last one"
+                ) from error
             raise _not_written(step, self.folder, f"rank {failed[0]}: {failed[1]}") from failed[1]
         except OSError as error:
             raise _not_written(step, self.folder, f"rank {self._world.rank}: {error}") from error
@@ -276,7 +279,7 @@ class _Shared:
 
 
 def _write_alone(writer: HuggingFaceStorageWriter, staged: dict[str, Tensor]) -> None:
-    """What dcp.save does, without process groups."""
+    """What torch.distributed.checkpoint does, without process groups."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(staged, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from semantide.services.training.optimiser import build_optimisers, rate_share, 
 from semantide.services.training.pipeline import Pipeline
 from semantide.services.training.recipes import TrainConfig
 from semantide.services.training.world import World
-from semantide.shared.errors import Conflict, JobCancelled, PermanentError
+from semantide.shared.errors import Conflict, JobCancelled, PermanentError, RankLost, SemantideError
 
 _FITS = tuple(16 * 4**power for power in range(12))
 """Steps after which several processes fit their cost model anew."""
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 @dataclass
@@ -109,9 +111,20 @@ class Trainer:
 
         Raises: JobCancelled, PermanentError when the loss is not a number, Conflict when the checkpoints are another run's.
         """
+        try:
+            return self._run()
+        except RankLost:
+            raise  # a checkpoint that is being written waits for the rank that is gone
+        except Exception:
+            # What is being written is the last good one: this run's own end must not cut it off.
+            with suppress(SemantideError):
+                self._checkpoints.wait()
+            raise
+
+    def _run(self) -> RunState:
         torch.manual_seed(self._seed)
         self._restore()
-        state, config = self.state, self.config
+        state = self.state
         self._saved_at = self.listener.clock()
         while not state.finished:
             epoch = self.sampler.epoch(state.epoch)
@@ -165,9 +178,10 @@ class Trainer:
                 self._checkpoints.wait()
                 raise cancelled
             rate = rate_share(config, state.step, (state.epoch + state.batch / num_batches) / config.epochs)
-            flight = pipeline.take()
+            with _Memory(self._world.rank, state.step, config.items_per_batch):
+                flight = pipeline.take()
+                parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             tokens += flight.share.num_items * self.objective.tokens_per_item
-            parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
             state.batch += 1
             state.step += 1
@@ -352,6 +366,23 @@ class Trainer:
             torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step]).generate_state(1)[0]))
         if "random.cuda" in found.own and self._device.type == "cuda":
             torch.cuda.set_rng_state(found.own["random.cuda"], self._device)
+
+
+class _Memory:
+    """Tells of memory that ran out with the numbers that decide how much is needed."""
+
+    def __init__(self, rank: int, step: int, items_per_batch: int) -> None:
+        self._rank, self._step, self._items = rank, step, items_per_batch
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)):
+            raise PermanentError(
+                f"rank {self._rank} ran out of memory at step {self._step} ({error}): lower items_per_batch (now {self._items}) or max_items, or train with "
+                "more processes on more machines; the last good checkpoint stays"
+            ) from error
 
 
 def _deals(objective: Objective) -> dict[str, Deal]:

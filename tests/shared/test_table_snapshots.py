@@ -22,7 +22,9 @@ def vectors(ids: set[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @settings(deadline=None, max_examples=60)
 @given(IDS, CHANGES)
-def test_a_base_and_its_deltas_are_the_full_table_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, first: set[int], changes: list[tuple[set[int], set[int]]]) -> None:
+def test_a_base_and_its_deltas_are_the_full_table_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, first: set[int], changes: list[tuple[set[int], set[int]]]
+) -> None:
     folder = tmp_path_factory.mktemp("s")
     ids, values = vectors(first, 0)
     table = dict(zip(ids.tolist(), values, strict=True))
@@ -40,7 +42,9 @@ def test_a_base_and_its_deltas_are_the_full_table_bit_for_bit(tmp_path_factory: 
     # The full table, written anew, has the same bytes.
     full = write_base(folder / "full", torch.tensor(list(table), dtype=torch.int64), torch.stack([*table.values()]) if table else torch.zeros(0, 3))
     assert torch.equal(full.ids_N, read.ids_N) and torch.equal(full.vectors_ND, read.vectors_ND)
-    assert json.loads((folder / "full" / "snapshot.json").read_text())["table"] == json.loads((folder / str(len(changes)) / "snapshot.json").read_text())["table"]
+    assert (
+        json.loads((folder / "full" / "snapshot.json").read_text())["table"] == json.loads((folder / str(len(changes)) / "snapshot.json").read_text())["table"]
+    )
     assert (read.number, read.link) == (written.number, written.link)
 
 
