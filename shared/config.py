@@ -95,6 +95,8 @@ class Settings(BaseSettings):
     """Most memory for the prompts of users who may return, of each live model; 0: none is kept, bytes."""
     serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
+    serving_source: Literal["auto", "generator", "retriever", "both"] = "auto"
+    """Who ranks where a request does not say. ``auto``: the generator, and the promoted retriever where no generator is live or too many requests wait for it."""
     serving_cursor_seconds: int = Field(default=900, ge=1)
     """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)

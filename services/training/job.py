@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from semantide.services.training.alignment import rows_of
@@ -19,8 +20,9 @@ from semantide.services.training.evaluate import EvaluateConfig, cases_of, evalu
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.objective import NextItem, NextToken
-from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, SASRecRanker
+from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
+from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.catalog import Catalog
@@ -30,8 +32,10 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
+from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.telemetry import logger
 
@@ -92,7 +96,7 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
 
 def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
-    catalog = None if config.model_type == "sasrec" else Catalog.load(job.store.get(_input(job, "catalog")))
+    catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
     model, objective, ranker = _assemble(config, dataset, catalog, job, world.device)
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
@@ -118,7 +122,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
     trainer = Trainer(
         config,
         objective,
-        Sampler(dataset.train_histories(), config, job.spec.seed),
+        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times()),
         validate if valid else None,
         listener,
         job.workdir / "checkpoints",
@@ -134,7 +138,10 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
     metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
+    if isinstance(model, Retriever):
+        model.save_pretrained(folder, objective.tables[ITEMS].weight_ND, dataset.item_ids)
+    else:
+        model.save_pretrained(folder)
     card: dict[str, Any] = {
         "model_type": config.model_type,
         "recipe": config.recipe,
@@ -148,11 +155,13 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
     }
     if catalog is not None:
         card |= {"tokenizer_digest": catalog.tokenizer_digest, "level_sizes": list(catalog.level_sizes), "item_id_levels": len(catalog.level_sizes)}
-    else:
+    elif config.model_type == "sasrec":
         (folder / "items.json").write_text(json.dumps(list(dataset.item_ids)))
     (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
     (folder / "training.json").write_text(json.dumps({"losses": state.losses, "validations": state.validations}))
     ref = job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
+    if config.model_type == "retriever":
+        job.send(ModelTrained(job_id=job.id, model=ref, promote=promote))
     if catalog is not None:
         job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
     job.discard(job.workdir / "checkpoints")
@@ -161,7 +170,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
 
 
 def evaluate_models(job: JobContext) -> JobOutcome:
-    """Rank the held-out items by popularity, SASRec (input ``baseline``) and the generator, with the seen filter off and on.
+    """Rank the held-out items by popularity, and by the models of the inputs ``baseline``, ``retriever`` and ``model``, with the seen filter off and on.
 
     Raises: BadData for a wrong config, Conflict for a model of another catalog.
     """
@@ -171,7 +180,7 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     if not cases:
         raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
     rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
-    for name in ("baseline", "model"):
+    for name in ("baseline", "retriever", "model"):
         if name in job.spec.inputs:
             label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width)
             rankers[label if label not in rankers else f"{label} ({name})"] = ranker
@@ -215,6 +224,12 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
         items = json.loads((folder / "items.json").read_text())
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
         return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(_device()), rows, card["max_items"])
+    if card["model_type"] == "retriever":
+        known = ItemVectors.load(folder)
+        row_of = {item: row for row, item in enumerate(known.item_ids)}
+        rows = rows_of(dataset.item_ids, row_of, f"the retriever {ref[:24]}...", "train it on this data set")
+        retriever = Retriever.from_pretrained(folder).to(_device())
+        return "retriever", RetrieverRanker(retriever, lambda: known.vectors_ND, rows, card["max_items"])
     catalog_ref = job.spec.inputs.get("catalog") or card["catalog"]
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
@@ -224,6 +239,13 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
 
 
 def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, device: torch.device) -> tuple[Any, Any, Ranker]:
+    if config.model_type == "retriever":
+        shape = replace(config.retriever, max_items=config.max_items)
+        retriever = Retriever(shape).to(device)
+        table = LocalTable(len(dataset.item_ids), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
+        counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
+        ranker = RetrieverRanker(retriever, lambda: table.weight_ND, np.arange(len(dataset.item_ids)), config.max_items)
+        return retriever, NextItemSampled(retriever, table, counts, config), ranker
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")

@@ -110,9 +110,9 @@ class Share:
 
 
 class Shares:
-    """This rank's shares of an epoch's batches, made ahead on a thread of their own; close it.
+    """This rank's shares of an epoch's batches, made ahead on a thread of their own, or with ``ahead`` 0 by the thread that asks; close it.
 
-    ``model`` may be changed between two batches, on all ranks between the same ones; what is made already stays.
+    ``change`` takes another cost model, on all ranks from the same batch on; what is made already stays.
     """
 
     def __init__(
@@ -129,32 +129,39 @@ class Shares:
     ) -> None:
         """``world`` is a channel that nobody else uses; with ``exchange`` a rank reads only the pieces whose number is its own modulo the ranks."""
         self._world, self._epoch, self._count = world, epoch, count
-        self.model = model
+        self._models = [(first, model)]
         self._exchange, self._balanced, self._ahead = exchange, balanced, ahead
         self._next = first
         self._made: dict[int, Future[Share]] = {}
         # One thread: the collectives of a channel come in the same order on every rank.
-        self._thread = ThreadPoolExecutor(1, "shares") if world.size > 1 else None
+        self._thread = ThreadPoolExecutor(1, "shares") if world.size > 1 and ahead else None
 
     def __getitem__(self, index: int) -> Share:
         """The share of one batch; batches are asked for in order, from ``first`` on.
 
         Raises: RankLost when a rank is gone.
         """
+        if self._thread is None and self._world.size > 1:
+            return self._make(index)
         if self._thread is None:
             batch = self._epoch.batch(index)
             return Share(batch, len(batch.items.values), None, 0.0)
         while self._next < min(index + self._ahead + 1, len(self._epoch)):
-            self._made[self._next] = self._thread.submit(self._make, self._next, self.model)
+            self._made[self._next] = self._thread.submit(self._make, self._next)
             self._next += 1
         return self._made.pop(index).result()
+
+    def change(self, model: CostModel, consumed: int) -> None:
+        """Share out by ``model`` from the first batch on that no rank can have made when none has been asked for ``consumed``."""
+        self._models.append((consumed + self._ahead + 1, model))
 
     def close(self) -> None:
         """End the thread. What was begun is ended first: the other ranks have begun it too."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _make(self, index: int, model: CostModel) -> Share:
+    def _make(self, index: int) -> Share:
+        model = next(model for first, model in reversed(self._models) if first <= index)
         epoch, world = self._epoch, self._world
         pieces = epoch.batches[index]
         lengths = epoch.lengths_P[pieces]

@@ -108,7 +108,7 @@ class NextToken:
             items, probes_T = with_probes(items)
         targets_TL = self._item_tokens_NL[items.values]
         offsets_B1 = items.offsets_B1 * vocabulary.levels
-        hidden_TLD = self.model(_shifted(targets_TL.flatten(), offsets_B1, vocabulary.begin), offsets_B1).unflatten(0, (-1, vocabulary.levels))
+        hidden_TLD = self.model(shifted(targets_TL.flatten(), offsets_B1, vocabulary.begin), offsets_B1).unflatten(0, (-1, vocabulary.levels))
         firsts_L = torch.tensor([vocabulary.first(level) for level in range(vocabulary.levels)], device=targets_TL.device)
         seen = [
             earlier_counts(targets_TL - firsts_L, items.offsets_B1, level, size) if self.model.config.seen_bias else None
@@ -161,7 +161,7 @@ class NextItem:
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows] | None = None) -> LossSum:
         """One part: the next item."""
         items = batch.items
-        hidden_TD = self.model(_shifted(items.values, items.offsets_B1, -1), items.offsets_B1)
+        hidden_TD = self.model(shifted(items.values, items.offsets_B1, -1), items.offsets_B1)
         total = self.model.loss(hidden_TD, items.values, self._negatives, self._smoothing, reduction="sum")
         return LossSum(total.unsqueeze(0), self.counts(batch), torch.ones(1, device=total.device))
 
@@ -184,7 +184,7 @@ def with_probes(batch: Jagged) -> tuple[Jagged, Tensor]:
     return Jagged(values, offsets_B1), probes_T
 
 
-def _shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
+def shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
     """Each sequence with ``begin`` in front and without its last value: the inputs that predict ``values_T``."""
     inputs_T = values_T.roll(1)
     inputs_T[offsets_B1[:-1]] = begin

@@ -2,7 +2,8 @@
 
 A resumed run computes bit for bit what the uninterrupted one would have: parameters, optimiser, average, random numbers, and the sampler's
 place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed. Of several processes each takes its share of
-every batch; gradients are summed and divided by the targets of all, so a step is the one that a single process would make.
+every batch; gradients are summed and divided by the targets of all, so a step is the one that a single process would make. What surrounds the
+computing of a step (loading, the tables' rows and their updates) is the pipeline's.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from semantide.services.training.batches import Sampler
+from semantide.services.training.batches import Epoch, Sampler
 from semantide.services.training.checkpoint import Checkpoints
+from semantide.services.training.fence import Staleness
+from semantide.services.training.flight import Flight
 from semantide.services.training.gradients import GradientSum
-from semantide.services.training.load_balancing import CostModel, Share, Shares, StepTimes
+from semantide.services.training.load_balancing import CostModel, Shares, StepTimes
 from semantide.services.training.objective import Objective
+from semantide.services.training.occupancy import Occupancy
 from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
+from semantide.services.training.pipeline import Pipeline
 from semantide.services.training.recipes import TrainConfig
 from semantide.services.training.world import World
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
@@ -89,6 +94,9 @@ class Trainer:
             self._world.broadcast(parameter.detach())
         self._average = [parameter.detach().clone() for parameter in self._parameters] if config.ema else None
         self._best: list[Tensor] | None = None
+        self._best_tables: dict[str, dict[str, Tensor]] = {}
+        self._on_the_way: dict[str, Tensor] = {}
+        self._occupancy = Occupancy()
         self._device = self._parameters[0].device
         self._saved_at = 0.0
         self._loading = self._world.channel()
@@ -107,46 +115,71 @@ class Trainer:
         while not state.finished:
             epoch = self.sampler.epoch(state.epoch)
             self.model.train()
-            shares = Shares(self._loading, epoch, self._costs(), self.objective.counts, first=state.batch, balanced=config.balance == "cost")
-            try:
-                self._run_epoch(shares, len(epoch))
-            finally:
-                shares.close()
+            self._run_epoch(epoch)
             self._end_epoch()
             self._save()
         if self._best is not None:
             self._put(self._best)
+            for name, kept in self._best_tables.items():
+                self.objective.tables[name].load(kept)
         elif self._average is not None:
             self._put(self._average)
         self.model.eval()
         return state
 
-    def _run_epoch(self, shares: Shares, num_batches: int) -> None:
+    def _run_epoch(self, epoch: Epoch) -> None:
         state, config = self.state, self.config
-        mark, tokens = self.listener.clock(), 0
+        shares = Shares(self._loading, epoch, self._costs(), self.objective.counts, balanced=config.balance == "cost", ahead=0)
+        start = state.step - state.batch
+        pipeline = Pipeline(
+            self.objective,
+            lambda step: shares[step - start],
+            self._device,
+            start=start,
+            first=state.step,
+            end=start + len(epoch),
+            seed=self._seed,
+            in_flight=config.batches_in_flight,
+            staleness=Staleness(config.staleness, config.sync_steps),
+            kept=self._on_the_way,
+            clock=self.listener.clock,
+            occupancy=self._occupancy,
+            num_ranks=self._world.size,
+        )
+        with pipeline:
+            self._run_batches(pipeline, shares, len(epoch))
+        self._on_the_way = {}
+
+    def _run_batches(self, pipeline: Pipeline, shares: Shares, num_batches: int) -> None:
+        state, config, clock = self.state, self.config, self.listener.clock
+        mark, tokens = clock(), 0
+        self._occupancy.report(1.0)
         while state.batch < num_batches:
             cancelled = self._cancelled()
             if cancelled is not None and self._world.size == 1:
-                self._save()
+                self._save(pipeline)
                 raise cancelled
-            progress = (state.epoch + state.batch / num_batches) / config.epochs
-            share, rate = shares[state.batch], rate_share(config, state.step, progress)
-            tokens += share.num_items * self.objective.tokens_per_item
-            parts, stop, save = self._train_on(share, rate, cancelled is not None)
+            rate = rate_share(config, state.step, (state.epoch + state.batch / num_batches) / config.epochs)
+            flight = pipeline.take()
+            tokens += flight.share.num_items * self.objective.tokens_per_item
+            parts, stop, save = self._train_on(flight, rate, cancelled is not None)
+            pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
             state.batch += 1
             state.step += 1
             if state.step % config.log_every == 0:
-                seconds = max(self.listener.clock() - mark, 1e-9)
+                seconds = max(clock() - mark, 1e-9)
                 values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
+                values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
-                    values |= {"imbalance": share.imbalance}
+                    values |= {"imbalance": flight.share.imbalance}
                 self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
-                mark, tokens = self.listener.clock(), 0
+                mark, tokens = clock(), 0
             self.listener.progress(state.epoch + state.batch / num_batches, config.epochs, "epochs", "training")
             if self._world.size > 1 and state.step in _FITS:
-                shares.model = self._costs()
+                # What may be loaded already on some rank is shared out by the old model on all.
+                shares.change(self._costs(), state.batch + pipeline.room)
             if stop or save:
-                self._save()
+                self._save(pipeline)
             if stop:
                 raise cancelled or JobCancelled("another rank was asked to stop")
 
@@ -157,23 +190,22 @@ class Trainer:
             return error
         return None
 
-    def _train_on(self, share: Share, rate: float, cancelled: bool) -> tuple[list[float], bool, bool]:
+    def _train_on(self, flight: Flight, rate: float, cancelled: bool) -> tuple[list[float], bool, bool]:
         """One step; the loss's parts, and whether any rank wants to stop or the first to save."""
-        world = self._world
+        world, share, batch = self._world, flight.share, flight.batch
         for optimiser in self._optimisers:
             set_rate(optimiser, rate)
             optimiser.zero_grad(set_to_none=True)
         if world.size > 1:
             # Drawn anew for each step and rank, so that going on needs no rank's past and works with any number of ranks.
             torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step, world.rank]).generate_state(1)[0]))
-        began = self.listener.clock()
+        began, exchanging = self.listener.clock(), world.traffic.seconds
         self._gradients.begin()
-        batch = share.batch.to(self._device)
         counts_K = None if share.counts_K is None else share.counts_K.to(self._device)
         loss: Tensor | None = None
         if len(batch) or counts_K is None:
             with self._autocast():
-                sums = self.objective.loss(batch, {})
+                sums = self.objective.loss(batch, flight.rows)
                 loss, parts_K = sums.total(counts_K), sums.parts_K(counts_K).detach()
             value = float(loss.detach())
         else:
@@ -192,10 +224,11 @@ class Trainer:
             value, stopping, saving, *parts = told.wait().tolist()
             stop, save = stopping > 0, saving > 0
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True))
-        if not (math.isfinite(value) and math.isfinite(norm)):
+        rows_finite = all(math.isfinite(float(rows.vectors_UD.grad.sum())) for rows in flight.rows.values() if rows.vectors_UD.grad is not None)
+        if not (math.isfinite(value) and math.isfinite(norm) and rows_finite):
             kept = self._checkpoints.folder
             raise PermanentError(
-                f"at step {self.state.step} (epoch {self.state.epoch}) the loss is {value} and the gradient's norm {norm}: lower learning_rate (now "
+                f"at step {self.state.step} (epoch {self.state.epoch}) the loss is {value} and the gradient's norm {norm if rows_finite else math.nan}: lower learning_rate (now "
                 f"{self.config.learning_rate}) or raise warmup_steps; the last good checkpoint stays in {kept}"
             )
         for optimiser in self._optimisers:
@@ -205,6 +238,8 @@ class Trainer:
             # The average of a young run is the plain mean: its first weights are no better than noise.
             decay = min(self.config.ema, (self.state.step + 1) / (self.state.step + 11))
             torch._foreach_lerp_(self._average, [parameter.detach() for parameter in self._parameters], 1 - decay)
+        self._occupancy.worked("dense", self.listener.clock() - began)
+        self._occupancy.exchanged(world.traffic.seconds - exchanging)
         return parts, stop, save
 
     def _costs(self) -> CostModel:
@@ -227,10 +262,12 @@ class Trainer:
             figures = self.validate()
             candidate = [parameter.detach().clone() for parameter in self._parameters]
             self._put(current)
+            tables = {name: {key: tensor.clone() for key, tensor in table.state().items()} for name, table in self.objective.tables.items()}
             state.validations.append({"epoch": state.epoch, "step": state.step, **figures})
             self.listener.metric(state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch})
             if figures["ndcg@10"] > state.best:
-                state.best, state.best_epoch, state.waited, self._best = figures["ndcg@10"], state.epoch, 0, candidate
+                state.best, state.best_epoch, state.waited = figures["ndcg@10"], state.epoch, 0
+                self._best, self._best_tables = candidate, tables
             else:
                 state.waited += 1
         state.finished = last or state.waited >= config.patience
@@ -258,9 +295,15 @@ class Trainer:
                 tensors[f"average.{name}"] = self._average[index]
             if self._best is not None:
                 tensors[f"best.{name}"] = self._best[index]
-        return tensors
+        for name, table in self.objective.tables.items():
+            tensors |= {f"table.{name}.{key}": tensor for key, tensor in table.state().items()}
+            tensors |= {f"best_table.{name}.{key}": tensor for key, tensor in self._best_tables.get(name, {}).items()}
+        return tensors | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
 
-    def _save(self) -> None:
+    def _save(self, pipeline: Pipeline | None = None) -> None:
+        if pipeline is not None:
+            pipeline.settle()
+            self._on_the_way = pipeline.on_the_way()
         if self._world.leads:
             self._checkpoints.save(
                 self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
@@ -288,6 +331,11 @@ class Trainer:
                     owner.state[parameter][key] = tensors[f"optimiser.{key}.{name}"].to(self._device)
         if any(name.startswith("best.") for name in tensors):
             self._best = [tensors[f"best.{name}"].to(self._device) for name in self._names]
+        for name, table in self.objective.tables.items():
+            table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
+            if self._best is not None:
+                self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
+        self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in tensors.items() if name.startswith("on_the_way.")}
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors and self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["random.cuda"], self._device)
