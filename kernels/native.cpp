@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -87,6 +88,36 @@ struct BeamSelect {
   int64_t *children, *visited;
 };
 
+struct SampledSoftmax {
+  int64_t targets, rows, negatives, partners, size, kind, wide, as_logits, known;  // kind: 0 float32, 1 float16, 2 int8; wide: 64-bit rows
+  const float* hidden;
+  const void* table;
+  const float* scales;  // null but for int8
+  const int64_t* positives;
+  const void* chosen;
+  const float* shift;  // null without a correction
+  const int64_t *takers, *sequences, *known_first, *known_begin;
+  float* sums;
+  const float *totals, *weights;
+  float *hidden_grad, *table_grad;
+  float factor, log_draws;
+};
+
+// A half-precision number; the shift of the exponent is a product, which makes numbers below the normal ones right too.
+inline float half_number(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, rest = static_cast<uint32_t>(bits & 0x7fffu) << 13;
+  const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u | rest : 0;
+  float value;
+  std::memcpy(&value, &rest, 4);
+  value *= 5.192296858534828e33f;  // 2^112
+  uint32_t number;
+  std::memcpy(&number, &value, 4);
+  number = (special ? special : number) | sign;
+  std::memcpy(&value, &number, 4);
+  return value;
+}
+#include "jagged_fusion_plan.h"
+
 }  // namespace
 
 namespace basic {
@@ -98,6 +129,9 @@ namespace {
 #include "prefix_attention.h"
 #include "beam_select.h"
 #include "rows.h"
+#include "sampled_softmax.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -106,10 +140,10 @@ namespace {
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 namespace avx2 {
 namespace {
@@ -120,17 +154,20 @@ namespace {
 #include "prefix_attention.h"
 #include "beam_select.h"
 #include "rows.h"
+#include "sampled_softmax.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 namespace avx512 {
 namespace {
@@ -141,6 +178,9 @@ namespace {
 #include "prefix_attention.h"
 #include "beam_select.h"
 #include "rows.h"
+#include "sampled_softmax.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -164,20 +204,28 @@ struct Bodies {
   void (*gate_rows)(const GateRows&, int64_t, int64_t);
   int64_t (*normalise)(const BeamSelect&, int64_t, double*, float*);
   void (*beam_select)(const BeamSelect&, int64_t, const double*, const float*);
+  bool (*sampled_sums)(const SampledSoftmax&, int64_t, float*);
+  void (*sampled_shares)(const SampledSoftmax&, int64_t, float*, float*);
+  void (*sampled_hidden)(const SampledSoftmax&, int64_t, int64_t, const float*);
+  void (*sampled_table)(const SampledSoftmax&, int64_t, const float*, int64_t, int64_t);
+  void (*jagged_fusion)(const JaggedFusion&, const FusionTask&, const TimeBuckets&, bool);
 };
 
 const Bodies kBodies[] = {
-    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select},
+    {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select,
+     basic::sampled_sums, basic::sampled_shares, basic::sampled_hidden, basic::sampled_table, basic::jagged_fusion},
 #if defined(__x86_64__)
-    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select},
-    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select},
+    {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select,
+     avx2::sampled_sums, avx2::sampled_shares, avx2::sampled_hidden, avx2::sampled_table, avx2::jagged_fusion},
+    {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select,
+     avx512::sampled_sums, avx512::sampled_shares, avx512::sampled_hidden, avx512::sampled_table, avx512::jagged_fusion},
 #endif
 };
 
 int best_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (wide && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return 2;
   if (wide) return 1;
@@ -202,7 +250,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures above, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 3; }
+EXPORT int64_t semantide_version() { return 4; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -274,5 +322,61 @@ EXPORT int64_t semantide_beam_select(const BeamSelect* given, int64_t threads) {
   if (failed) return failed;
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && a.requests > 1)
   for (int64_t request = 0; request < a.requests; ++request) body.beam_select(a, request, norms, tops);
+  return 0;
+}
+
+// Returns 0, or 1 where a row lies outside the table.
+EXPORT int64_t semantide_sampled_sums(const SampledSoftmax* given, int64_t threads) {
+  const SampledSoftmax& a = *given;
+  const Bodies& body = bodies();
+  std::atomic<int64_t> failed{0};
+#pragma omp parallel num_threads(static_cast <int>(threads)) if (threads > 1 && a.targets * a.negatives > 4096)
+  {
+    std::vector<float> scratch(2 * a.negatives + 1);
+#pragma omp for schedule(static)
+    for (int64_t source = 0; source < a.targets; ++source)
+      if (!body.sampled_sums(a, source, scratch.data())) failed = 1;
+  }
+  return failed;
+}
+
+// Gradients after semantide_sampled_sums, which has checked the rows. Sources come in chunks, so that what is kept of them does not grow with negatives.
+EXPORT int64_t semantide_sampled_gradients(const SampledSoftmax* given, int64_t threads) {
+  const SampledSoftmax& a = *given;
+  const Bodies& body = bodies();
+  const int64_t places = a.as_logits ? 1 : 1 + a.partners, each = places * a.negatives;
+  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(a.targets, 65536 / std::max<int64_t>(1, each)));
+  std::vector<float> kept(chunk * each + 1);
+  const bool many = threads > 1 && a.targets * a.negatives > 4096;
+  const int64_t parts = many ? threads : 1;
+#pragma omp parallel num_threads(static_cast <int>(parts)) if (many)
+  {
+    std::vector<float> logits(a.negatives + 1);
+    for (int64_t begin = 0; begin < a.targets; begin += chunk) {
+      const int64_t end = std::min(begin + chunk, a.targets);
+#pragma omp for schedule(static)
+      for (int64_t source = begin; source < end; ++source) body.sampled_shares(a, source, kept.data() + (source - begin) * each, logits.data());
+      // At one place every target takes from one source only, so no two threads add to the same hidden state.
+      for (int64_t place = 0; place < places; ++place) {
+#pragma omp for schedule(static)
+        for (int64_t source = begin; source < end; ++source) body.sampled_hidden(a, source, place, kept.data() + (source - begin) * each);
+      }
+#pragma omp for schedule(static)
+      for (int64_t part = 0; part < parts; ++part)
+        for (int64_t source = begin; source < end; ++source) body.sampled_table(a, source, kept.data() + (source - begin) * each, part, parts);
+    }
+  }
+  return 0;
+}
+
+EXPORT int64_t semantide_jagged_fusion(const JaggedFusion* given, int64_t threads) {
+  const JaggedFusion& a = *given;
+  const bool backward = a.grad_out != nullptr;
+  const std::vector<FusionTask> tasks = fusion_tasks(a, backward, threads);
+  const TimeBuckets buckets(a.bounds, a.times ? std::min(a.buckets, TimeBuckets::kMost) : 1);
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks.size() > 1)
+  for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task) body.jagged_fusion(a, tasks[task], buckets, backward);
+  if (backward) add_fusion_parts(a);
   return 0;
 }

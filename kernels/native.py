@@ -12,9 +12,22 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-VERSION = 3  # of the structures' layout; the library names its own
+VERSION = 4  # of the structures' layout; the library names its own
 
-_KERNELS = tuple(f"semantide_{name}" for name in ("beam_attention", "prefix_attention", "normalise_rows", "turn_rows", "gate_rows", "beam_select"))
+_KERNELS = tuple(
+    f"semantide_{name}"
+    for name in (
+        "beam_attention",
+        "prefix_attention",
+        "normalise_rows",
+        "turn_rows",
+        "gate_rows",
+        "beam_select",
+        "sampled_sums",
+        "sampled_gradients",
+        "jagged_fusion",
+    )
+)
 
 _logger = logging.getLogger(__name__)
 _REBUILD = "build it with `make native`, or install the package again with a C++ compiler present"
@@ -27,6 +40,8 @@ NORMALISE_ROWS = Struct("3q 3P f")
 TURN_ROWS = Struct("5q 5P f")
 GATE_ROWS = Struct("q 3P")
 BEAM_SELECT = Struct("6q 10P q 3P q 10P")
+SAMPLED_SOFTMAX = Struct("9q 15P 2f")
+JAGGED_FUSION = Struct("8q 3P 6q 3P 2P 2P P 2q 5P 2P f")
 
 
 @cache

@@ -151,6 +151,14 @@ class ArtifactStore:
                     )
         return folder
 
+    def remove(self, ref: str) -> None:
+        """Take an artifact away that can be made again; one that is not there is no matter. The manifest goes first: without one it does not exist."""
+        if self.exists(ref):
+            self.fs.rm(f"{self.root}/{ref}/manifest.json")
+            self.fs.rm(f"{self.root}/{ref}", recursive=True)
+        if not self._local:
+            shutil.rmtree(self._cache / ref, ignore_errors=True)
+
     def _fetch(self, ref: str, manifest: Mapping[str, Any]) -> Path:
         folder = self._cache / ref
         if not (folder / "manifest.json").is_file():

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
 
-ROOMS = ("ingestion", "tokenization", "training", "serving")
+ROOMS = ("ingestion", "tokenization", "negatives", "training", "serving")
 
 # Which room runs which kind of long work.
 JOB_ROOMS: dict[str, str] = {
     "import": "ingestion",
     "dataset": "ingestion",
     "tokenize": "tokenization",
+    "negatives": "negatives",
     "train": "training",
     "evaluate": "training",
 }
@@ -73,7 +74,7 @@ class JobSpec(Contract):
     ``config`` overrides fields of the recipe or of the job's own config class; ``inputs`` names artifacts.
     """
 
-    kind: Literal["import", "dataset", "tokenize", "train", "evaluate"]
+    kind: Literal["import", "dataset", "tokenize", "negatives", "train", "evaluate"]
     recipe: str = ""
     config: dict[str, Any] = {}
     inputs: dict[str, ArtifactRef] = {}
@@ -139,9 +140,24 @@ class CatalogReady(Message):
 
 
 class ModelTrained(Message):
-    """A generator was trained for a catalog; serving keeps it as a candidate, and promotes it when asked to."""
+    """A model was trained; serving keeps a generator as a candidate, and promotes it when asked to. Without ``catalog`` it is a retriever, which needs none."""
 
     job_id: str
     model: ArtifactRef
-    catalog: ArtifactRef
+    catalog: ArtifactRef | None = None
     promote: bool = False
+
+
+class NegativesWanted(Message):
+    """A training run will need this shard of negatives: those of a stretch of training events, drawn anew for every epoch.
+
+    ``mix`` holds the fields of ``NegativeMix``. What comes out is a function of this message alone, whoever computes it.
+    """
+
+    dataset: ArtifactRef
+    catalog: ArtifactRef | None = None
+    beams: ArtifactRef | None = None
+    mix: dict[str, float] = {}
+    seed: int = 0
+    epoch: int = 0
+    shard: int = 0

@@ -73,6 +73,16 @@ class Dataset:
         for user in range(len(self.user_ids)):
             yield self.history(user)[: self.train_end[user]]
 
+    def train_times(self) -> Iterator[npt.NDArray[np.int64]]:
+        """When each event of ``train_histories`` happened, milliseconds."""
+        for user in range(len(self.user_ids)):
+            yield self.times[self.offsets[user] : self.offsets[user + 1]][: self.train_end[user]]
+
+    def case_times(self, user: int, part: Part) -> npt.NDArray[np.int64]:
+        """When each event of a case's history happened, milliseconds."""
+        end = self.train_end[user] if part == "valid" else self.valid_end[user]
+        return self.times[self.offsets[user] : self.offsets[user] + end]
+
     def cases(self, part: Part) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """(user, history, targets) of every user that has something to predict in this part.
 

@@ -20,7 +20,7 @@ from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
 
 from semantide.shared import broker as broker_door
-from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, RunJob
+from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, NegativesWanted, RunJob
 from semantide.shared.errors import BrokerUnavailable, NotFound, TransientError
 from semantide.shared.telemetry import logger
 
@@ -35,7 +35,8 @@ READERS: dict[type[Message], tuple[str, ...]] = {
     RunJob: (),
     ItemsChanged: ("tokenization",),
     CatalogReady: ("serving",),
-    ModelTrained: ("serving",),
+    ModelTrained: ("serving", "negatives"),
+    NegativesWanted: ("negatives",),
 }
 MAX_ATTEMPTS = 8
 _LETTERS_SHOWN = 50

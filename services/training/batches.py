@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.errors import BadData
@@ -20,13 +21,39 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class HistoryBatch:
+    """What one step trains on: packed histories, when each event happened, and which pieces of the epoch they are.
+
+    Shapes: ``items`` [T] rows of the data set's items; ``times_T`` int64, zeros where unknown; ``samples_B`` int64.
+    Units: ``times_T`` seconds.
+    """
+
+    items: Jagged
+    times_T: Tensor
+    samples_B: Tensor
+
+    @classmethod
+    def of(cls, items: Jagged, times_T: Tensor | None = None) -> HistoryBatch:
+        """Histories alone, numbered from 0."""
+        return cls(items, torch.zeros_like(items.values) if times_T is None else times_T, torch.arange(len(items), device=items.values.device))
+
+    def to(self, device: torch.device | str) -> HistoryBatch:
+        """The same on another device."""
+        return HistoryBatch(self.items.to(device), self.times_T.to(device), self.samples_B.to(device))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True)
 class Epoch:
     """One pass over the histories, cut into batches.
 
-    Shapes: ``rows`` [T of all], ``starts_P``, ``lengths_P`` into it; ``batches`` lists pieces.
+    Shapes: ``rows``, ``times`` [T of all], ``starts_P``, ``lengths_P`` into them; ``batches`` lists pieces.
     """
 
     rows: IntArray
+    times: IntArray | None
     starts_P: IntArray
     lengths_P: IntArray
     batches: tuple[IntArray, ...]
@@ -34,23 +61,39 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def batch(self, index: int) -> Jagged:
-        """Item rows of one batch, shorter histories first: equal lengths lie together, which attention needs to see them as one block."""
-        pieces = self.batches[index]
+    def batch(self, index: int) -> HistoryBatch:
+        """One batch whole."""
+        return self.gather(self.batches[index])
+
+    def gather(self, pieces: IntArray) -> HistoryBatch:
+        """Some pieces as a batch, shorter histories first: equal lengths lie together, which attention needs to see them as one block."""
         lengths = self.lengths_P[pieces]
         pieces = pieces[np.argsort(lengths, kind="stable")]
         places, offsets = _ranges(self.starts_P[pieces], self.lengths_P[pieces])
-        return Jagged(torch.from_numpy(self.rows[places]), torch.from_numpy(offsets))
+        times = np.zeros(len(places), dtype=np.int64) if self.times is None else self.times[places]
+        return HistoryBatch(Jagged(torch.from_numpy(self.rows[places]), torch.from_numpy(offsets)), torch.from_numpy(times), torch.from_numpy(pieces))
 
 
 class Sampler:
-    """Makes the epochs of a run."""
+    """Makes the epochs of a run.
 
-    def __init__(self, histories: Iterable[npt.NDArray[np.integer]], config: TrainConfig, seed: int) -> None:
+    Units: ``times``, of each event of each history: milliseconds, as data sets have them.
+    """
+
+    def __init__(
+        self,
+        histories: Iterable[npt.NDArray[np.integer]],
+        config: TrainConfig,
+        seed: int,
+        times: Iterable[npt.NDArray[np.integer]] | None = None,
+    ) -> None:
         kept = [np.asarray(history, dtype=np.int64) for history in histories if len(history)]
         if not kept:
             raise BadData("the data set has no training interactions: import more data, or lower the filters of the dataset job")
         self._rows = np.concatenate(kept)
+        self._times = None if times is None else np.concatenate([np.asarray(moments, dtype=np.int64) for moments in times]) // 1000
+        if self._times is not None and len(self._times) != len(self._rows):
+            raise ValueError(f"{len(self._times)} times for {len(self._rows)} events: give one of each event")
         self._lengths_U = np.array([len(history) for history in kept], dtype=np.int64)
         self._starts_U = np.cumsum(self._lengths_U) - self._lengths_U
         self._config, self._seed = config, seed
@@ -64,14 +107,14 @@ class Sampler:
         """Batches of one pass, each time the same for the same number."""
         config, rng = self._config, np.random.default_rng([self._seed, number])
         starts, lengths = self._pieces(rng)
-        rows = self._rows
+        rows, times = self._rows, self._times
         if config.skip_rate:
             places, _ = _ranges(starts, lengths)
             piece = np.repeat(np.arange(len(lengths)), lengths)
             keep = rng.random(len(places)) >= config.skip_rate
             left = np.bincount(piece[keep], minlength=len(lengths))
             keep |= (left < np.minimum(2, lengths))[piece]  # a history that would all but vanish stays whole
-            rows = rows[places[keep]]
+            rows, times = rows[places[keep]], None if times is None else times[places[keep]]
             lengths = np.bincount(piece[keep], minlength=len(lengths)).astype(np.int64)
             starts = np.cumsum(lengths) - lengths
         # Similar lengths share a batch; some noise keeps the same histories from meeting in every epoch.
@@ -81,7 +124,7 @@ class Sampler:
         cuts = np.flatnonzero(np.diff(batch_of)) + 1
         batches = np.split(order, cuts)
         shuffled = rng.permutation(len(batches))
-        return Epoch(rows, starts, lengths, tuple(batches[index] for index in shuffled))
+        return Epoch(rows, times, starts, lengths, tuple(batches[index] for index in shuffled))
 
     def _pieces(self, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
         longest, lengths = self._config.max_items, self._lengths_U

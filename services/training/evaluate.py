@@ -60,16 +60,20 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class Case:
-    """One user's history and what came after it; rows of the data set's item table."""
+    """One user's history and what came after it; rows of the data set's item table.
+
+    Units: ``times`` of the history's events, seconds; None where unknown.
+    """
 
     user: int
     history: Rows
     targets: Rows
+    times: Rows | None = None
 
 
 def cases_of(dataset: Dataset, part: Part, max_users: int | None = None, seed: int = 0) -> list[Case]:
     """The cases of a part, or of ``max_users`` drawn users."""
-    cases = [Case(*case) for case in dataset.cases(part)]
+    cases = [Case(*case, dataset.case_times(case[0], part) // 1000) for case in dataset.cases(part)]
     if max_users and max_users < len(cases):
         chosen = np.random.default_rng([seed, 77]).choice(len(cases), max_users, replace=False)
         cases = [cases[index] for index in np.sort(chosen)]
@@ -92,7 +96,7 @@ def evaluate(
     ordered = sorted(cases, key=lambda case: len(case.history))
     for begin in range(0, len(ordered), cases_per_batch):
         batch = ordered[begin : begin + cases_per_batch]
-        lists = ranker.rank([case.history for case in batch], max(ks), exclude_seen)
+        lists = ranker.rank([case.history for case in batch], max(ks), exclude_seen, [case.times for case in batch])
         metrics.add(lists, [case.targets for case in batch], [case.history for case in batch])
         tick(begin + len(batch), len(ordered))
     return metrics.result()

@@ -1,16 +1,19 @@
 """What training minimises: the next token of every place, each level over its own code row; for SASRec the next item.
 
-Legend: T items of a batch, B sequences, N items, L levels, D hidden size.
+Legend: T items of a batch, B sequences, N items, L levels, D hidden size, K parts of a loss, R ids asked of a table, U unique ones among them.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from semantide.services.training.batches import HistoryBatch
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
@@ -18,14 +21,61 @@ from semantide.shared.models.sasrec import SASRec
 from semantide.shared.models.seen_bias import earlier_counts
 
 
+@dataclass(frozen=True)
+class LossSum:
+    """A loss as sums and numbers of targets, so that ranks can add theirs up: what is minimised is the weighted sum of the parts' means.
+
+    A rank divides by the numbers of all ranks together; the sum of the ranks' gradients is then that of one process with the whole batch.
+    Shapes: ``sums_K`` (carries the gradient), ``counts_K`` int64, ``weights_K``.
+    """
+
+    sums_K: Tensor
+    counts_K: Tensor
+    weights_K: Tensor
+
+    def parts_K(self, counts_K: Tensor | None = None) -> Tensor:
+        """Each part's sum over its number of targets: this batch's own, or ``counts_K`` of all ranks."""
+        return self.sums_K / (self.counts_K if counts_K is None else counts_K).clamp_min(1)
+
+    def total(self, counts_K: Tensor | None = None) -> Tensor:
+        """What is minimised; see ``parts_K``."""
+        return (self.parts_K(counts_K) * self.weights_K).sum()
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """What a table answered to ``Objective.draw``: each id once, its vector, and where each asked id is among them.
+
+    Shapes: ``ids_U``, ``vectors_UD`` (a leaf that gathers the gradient), ``inverse_R`` in the order of the drawn ids.
+    """
+
+    ids_U: Tensor
+    vectors_UD: Tensor
+    inverse_R: Tensor
+
+    def to(self, device: torch.device | str) -> TableRows:
+        """The same on another device."""
+        return TableRows(self.ids_U.to(device), self.vectors_UD.to(device), self.inverse_R.to(device))
+
+
 class Objective(Protocol):
-    """A loss of packed histories of item rows."""
+    """A loss of packed histories of item rows: a dense model whose parameters are trained in full, and tables of which a step touches some rows."""
 
     model: nn.Module
+    tables: Mapping[str, Any]
+    """Embedding tables by name; empty where all parameters are the model's."""
     tokens_per_item: int
 
-    def loss(self, batch: Jagged) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, and its unweighted parts."""
+    def draw(self, batch: HistoryBatch, generator: torch.Generator) -> Mapping[str, Tensor]:
+        """The ids of each table that the batch needs, negatives included: called ahead of the step, on the CPU, while the batch is loaded."""
+        ...
+
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """``LossSum.counts_K`` of a batch before its loss is known: ranks add theirs up ahead of the step."""
+        ...
+
+    def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows]) -> LossSum:
+        """The loss of a batch with the rows that were drawn for it."""
         ...
 
 
@@ -37,43 +87,59 @@ class NextToken:
         if config.level_weights and len(config.level_weights) != levels:
             raise ValueError(f"level_weights has {len(config.level_weights)} numbers for {levels} levels: give one per level or none")
         self.model, self.tokens_per_item = model, levels
+        self.tables: Mapping[str, Any] = {}
         self._item_tokens_NL, self._smoothing, self._repeat_weight = item_tokens_NL, config.label_smoothing, config.repeat_weight
         self._weights_L = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device)
 
-    def loss(self, batch: Jagged) -> tuple[Tensor, Tensor]:
-        """Loss, and the loss of each level [L], then that of repeats where they are unlearned."""
-        vocabulary = self.model.vocabulary
+    def draw(self, batch: HistoryBatch, generator: torch.Generator) -> Mapping[str, Tensor]:
+        """Nothing: the codes' embeddings are the model's own."""
+        return {}
+
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """Every place of every level, and one repeat a history where they are unlearned."""
+        probes = [len(batch)] if self._repeat_weight else []
+        return torch.tensor([len(batch.items.values)] * self.model.vocabulary.levels + probes, device=batch.items.values.device)
+
+    def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows] | None = None) -> LossSum:
+        """The loss of each level [L], then that of repeats where they are unlearned."""
+        items, vocabulary = batch.items, self.model.vocabulary
         probes_T = None
         if self._repeat_weight:
-            batch, probes_T = with_probes(batch)
-        targets_TL = self._item_tokens_NL[batch.values]
-        offsets_B1 = batch.offsets_B1 * vocabulary.levels
-        hidden_TLD = self.model(_shifted(targets_TL.flatten(), offsets_B1, vocabulary.begin), offsets_B1).unflatten(0, (-1, vocabulary.levels))
+            items, probes_T = with_probes(items)
+        targets_TL = self._item_tokens_NL[items.values]
+        offsets_B1 = items.offsets_B1 * vocabulary.levels
+        hidden_TLD = self.model(shifted(targets_TL.flatten(), offsets_B1, vocabulary.begin), offsets_B1).unflatten(0, (-1, vocabulary.levels))
         firsts_L = torch.tensor([vocabulary.first(level) for level in range(vocabulary.levels)], device=targets_TL.device)
         seen = [
-            earlier_counts(targets_TL - firsts_L, batch.offsets_B1, level, size) if self.model.config.seen_bias else None
+            earlier_counts(targets_TL - firsts_L, items.offsets_B1, level, size) if self.model.config.seen_bias else None
             for level, size in enumerate(vocabulary.level_sizes)
         ]
         probe = None
         if probes_T is not None:
             last, counts_TK = vocabulary.levels - 1, seen[-1]
-            logits_BK = self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]).float()
+            logits_BK = _wide(self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]))
             code_B1 = (targets_TL[probes_T, last] - vocabulary.first(last)).unsqueeze(-1)
             # -log(1 - p), with 1 - p as the sum of the other codes: stable where p is nearly 1.
             others_B = logits_BK.scatter(1, code_B1, -torch.inf).logsumexp(-1)
-            probe = (logits_BK.logsumexp(-1) - others_B).mean()
+            probe = (logits_BK.logsumexp(-1) - others_B).sum()
             hidden_TLD, targets_TL = hidden_TLD[~probes_T], targets_TL[~probes_T]
             seen = [None if counts_TK is None else counts_TK[~probes_T] for counts_TK in seen]
-        parts_L = torch.stack([
+        sums_L = torch.stack([
             F.cross_entropy(
-                self.model.logits(hidden_TLD[:, level], level, seen[level]).float(), targets_TL[:, level] - vocabulary.first(level), label_smoothing=self._smoothing
+                _wide(self.model.logits(hidden_TLD[:, level], level, seen[level])),
+                targets_TL[:, level] - vocabulary.first(level),
+                label_smoothing=self._smoothing,
+                reduction="sum",
             )
             for level in range(vocabulary.levels)
         ])  # fmt: skip
-        loss = (parts_L * self._weights_L).sum()
         if probe is None:
-            return loss, parts_L.detach()
-        return loss + self._repeat_weight * probe, torch.cat([parts_L, probe.unsqueeze(0)]).detach()
+            return LossSum(sums_L, self.counts(batch), self._weights_L)
+        return LossSum(
+            torch.cat([sums_L, probe.unsqueeze(0)]),
+            self.counts(batch),
+            torch.cat([self._weights_L, self._weights_L.new_tensor([self._repeat_weight])]),
+        )
 
 
 class NextItem:
@@ -81,13 +147,23 @@ class NextItem:
 
     def __init__(self, model: SASRec, config: TrainConfig) -> None:
         self.model, self.tokens_per_item = model, 1
+        self.tables: Mapping[str, Any] = {}
         self._negatives, self._smoothing = config.num_negatives, config.label_smoothing
 
-    def loss(self, batch: Jagged) -> tuple[Tensor, Tensor]:
-        """Loss, and itself as the only part."""
-        hidden_TD = self.model(_shifted(batch.values, batch.offsets_B1, -1), batch.offsets_B1)
-        loss = self.model.loss(hidden_TD, batch.values, self._negatives, self._smoothing)
-        return loss, loss.detach().unsqueeze(0)
+    def draw(self, batch: HistoryBatch, generator: torch.Generator) -> Mapping[str, Tensor]:
+        """Nothing: the items' embeddings are the model's own."""
+        return {}
+
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """Every item."""
+        return batch.items.offsets_B1[-1:]
+
+    def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows] | None = None) -> LossSum:
+        """One part: the next item."""
+        items = batch.items
+        hidden_TD = self.model(shifted(items.values, items.offsets_B1, -1), items.offsets_B1)
+        total = self.model.loss(hidden_TD, items.values, self._negatives, self._smoothing, reduction="sum")
+        return LossSum(total.unsqueeze(0), self.counts(batch), torch.ones(1, device=total.device))
 
 
 def with_probes(batch: Jagged) -> tuple[Jagged, Tensor]:
@@ -108,8 +184,13 @@ def with_probes(batch: Jagged) -> tuple[Jagged, Tensor]:
     return Jagged(values, offsets_B1), probes_T
 
 
-def _shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
+def shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
     """Each sequence with ``begin`` in front and without its last value: the inputs that predict ``values_T``."""
     inputs_T = values_T.roll(1)
     inputs_T[offsets_B1[:-1]] = begin
     return inputs_T
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32: a sum of many exponentials loses too much in shorter types."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

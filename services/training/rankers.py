@@ -5,12 +5,13 @@ Legend: R requests, n length of a list, N items of the data set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from semantide.services.training.alignment import inverse
 from semantide.shared.decoding.beam_search import beam_search
@@ -20,6 +21,8 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.models.retriever import Retriever
+from semantide.shared.models.retriever_search import ExactSearch
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.trie import Trie
 
@@ -30,8 +33,11 @@ Rows = npt.NDArray[np.integer]
 class Ranker(Protocol):
     """Ranks items after each history."""
 
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
-        """Rows of the n best items of each history [R, n], best first, -1 where a list ends early."""
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+        """Rows of the n best items of each history [R, n], best first, -1 where a list ends early.
+
+        Units: ``times`` of each history's events, seconds; nothing where they are not known.
+        """
         ...
 
 
@@ -41,7 +47,7 @@ class PopularityRanker:
     def __init__(self, popularity: Popularity) -> None:
         self._ranking = popularity.ranking()
 
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
         lists = np.full((len(histories), n), -1, dtype=np.int64)
         for request, history in enumerate(histories):
@@ -64,18 +70,39 @@ class SASRecRanker:
         self._rows_N = torch.from_numpy(model_rows).to(self._device)
 
     @torch.inference_mode()
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
         packed = Jagged.from_sequences(np.concatenate([[-1], self._rows[history[-self._max_items :]]]) for history in histories).to(self._device)
         hidden_RD = self._model.eval()(packed.values, packed.offsets_B1)[packed.last_rows_B()]
-        scores_RN = self._model.logits(hidden_RD)[:, self._rows_N].float()
-        if exclude_seen:
-            for request, history in enumerate(histories):
-                scores_RN[request, torch.from_numpy(np.asarray(history, dtype=np.int64))] = -torch.inf
-        best = scores_RN.topk(min(n, scores_RN.shape[1]), dim=1)
-        lists = np.full((len(histories), n), -1, dtype=np.int64)
-        lists[:, : best.indices.shape[1]] = best.indices.masked_fill(best.values == -torch.inf, -1).cpu().numpy()
-        return lists
+        return _best(self._model.logits(hidden_RD)[:, self._rows_N].float(), histories, n, exclude_seen)
+
+
+class RetrieverRanker:
+    """Exact scores of every item from its vector.
+
+    ``vectors_of`` gives those of the model's items [V, D]; ``model_rows`` [N] the model's row of each item of the data set.
+    """
+
+    def __init__(self, model: Retriever, vectors_of: Callable[[], Tensor], model_rows: IntArray, max_items: int) -> None:
+        self._search = ExactSearch(model, vectors_of, min(max_items, model.config.max_items))
+        self._rows, self._rows_N = model_rows, torch.from_numpy(model_rows).to(model.begin.device)
+
+    @torch.inference_mode()
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+        """See ``Ranker``."""
+        scores_RV = self._search.scores([self._rows[history] for history in histories], times)
+        return _best(scores_RV[:, self._rows_N], histories, n, exclude_seen)
+
+
+def _best(scores_RN: Tensor, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+    """The n best items of each request."""
+    if exclude_seen:
+        for request, history in enumerate(histories):
+            scores_RN[request, torch.from_numpy(np.asarray(history, dtype=np.int64))] = -torch.inf
+    best = scores_RN.topk(min(n, scores_RN.shape[1]), dim=1)
+    lists = np.full((len(histories), n), -1, dtype=np.int64)
+    lists[:, : best.indices.shape[1]] = best.indices.masked_fill(best.values == -torch.inf, -1).cpu().numpy()
+    return lists
 
 
 class GeneratorRanker:
@@ -94,7 +121,7 @@ class GeneratorRanker:
         self._mask = self._trie.prefix_counts(self._item_of >= 0)
         self._everything = bool((self._item_of >= 0).all())
 
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``; the search keeps at least n beams. Of a long history the model reads what serving has it read."""
         rows_R = [self._catalog_rows[np.asarray(history, dtype=np.int64)] for history in histories]
         prompts = Jagged.from_sequences(self._vocabulary.history_tokens(self._item_tokens_NL[history_window(rows, self._max_items)]) for rows in rows_R)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from semantide.shared.models.generator import GeneratorConfig
+from semantide.shared.models.retriever import RetrieverConfig
 from semantide.shared.models.sasrec import SASRecConfig
 
 C = TypeVar("C")
@@ -17,9 +19,10 @@ class TrainConfig:
     """Everything that decides what a training run computes. Only the numbers of the chosen ``model_type`` count."""
 
     recipe: str
-    model_type: Literal["generator", "sasrec"] = "generator"
+    model_type: Literal["generator", "sasrec", "retriever"] = "generator"
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     sasrec: SASRecConfig = field(default_factory=SASRecConfig)
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
 
     checkpoint: str = ""
     """Generator: what training goes on from, a folder with a Qwen2.5 or Qwen3 checkpoint below the import roots, or a stored model (models/...). Its shape
@@ -33,7 +36,11 @@ class TrainConfig:
     skip_rate: float = 0.0
     """Share of items left out of each history, drawn anew each epoch."""
     items_per_batch: int = 1024
-    """Items in a batch, all sequences together; none is padded."""
+    """Items in a batch of all processes together; none is padded. However many processes share it, a step computes the same."""
+    balance: Literal["cost", "count"] = "cost"
+    """How several processes share a batch: so that all need the same time, or by numbers of histories."""
+    attention_cost: float = 0.0
+    """A history of n items costs n + this x n^2. 0: fitted to measured step times, which makes sums round differently from run to run."""
 
     codebook_share: float = 0.0
     """Generator: share of the tokenizer's code vectors in the first embeddings. 0: they begin at random."""
@@ -43,11 +50,21 @@ class TrainConfig:
     repeat_weight: float = 0.0
     """Generator: weight of unlearning repeats, for data where nobody takes an item twice. 0: repeats are left to the data."""
     num_negatives: int = 0
-    """SASRec: sampled negatives per batch. 0: softmax over all items."""
+    """SASRec and retriever: sampled negatives per batch, or of each target (``negative_scope``). 0: softmax over all items."""
+    negative_scope: Literal["batch", "target"] = "batch"
+    """Retriever: whether all targets of a batch are compared with the same negatives, or each with its own."""
+    negative_power: float = 0.0
+    """Retriever: negatives are drawn in proportion to their training events to this power, and their logits corrected for it. 0: uniformly."""
+    mask_history: bool = False
+    """Retriever: whether items of the same history are left out of its negatives."""
 
     learning_rate: float = 2e-3
     embedding_rate_scale: float = 1.0
     """Factor on the learning rate of embeddings and head."""
+    table_rate: float = 0.0
+    """Retriever: learning rate of the item table. 0: ``learning_rate``."""
+    table_optimiser: Literal["adam", "adagrad"] = "adam"
+    """Retriever: what updates the touched rows of the item table."""
     muon_rate: float = 0.0
     """Learning rate of Muon, which then trains the layers' matrices in the place of AdamW. 0: AdamW trains everything."""
     weight_decay: float = 0.05
@@ -59,6 +76,13 @@ class TrainConfig:
     """The cosine ends at this share of the learning rate."""
     ema: float = 0.0
     """Decay of the running average of weights that is validated and kept. 0: the weights themselves."""
+
+    batches_in_flight: int = 6
+    """How many batches are on their way through the stages of a step at once. 1: every stage waits for the one before."""
+    staleness: int = 0
+    """Tables: how many of the latest updates the rows of a step have not seen. 0: none, and no update is hidden behind computing."""
+    sync_steps: int = 1000
+    """First steps, in which rows miss no update whatever ``staleness`` says."""
 
     epochs: int = 30
     """0: a checkpoint that knows the catalog's codes is stored as it is."""
@@ -76,8 +100,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 10_000_000), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
-            ("learning_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 1 << 40), ("attention_cost", 0, 1e6), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
+            ("negative_power", 0, 2), ("learning_rate", 0, 10), ("table_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("batches_in_flight", 1, 64), ("staleness", 0, 2), ("sync_steps", 0, 1 << 30),
             ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 0, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
         ):  # fmt: skip
@@ -86,8 +111,11 @@ class TrainConfig:
         if not self.epochs and not self.checkpoint:
             raise ValueError("epochs is 0: only a checkpoint can be stored as it is; name one with checkpoint, or give at least 1")
         for name, choices in (
-            ("model_type", ("generator", "sasrec")),
+            ("model_type", ("generator", "sasrec", "retriever")),
+            ("negative_scope", ("batch", "target")),
+            ("table_optimiser", ("adam", "adagrad")),
             ("crop", ("last", "random", "mixed", "cover")),
+            ("balance", ("cost", "count")),
             ("dtype", ("auto", "float32", "bfloat16")),
         ):
             if getattr(self, name) not in choices:
@@ -164,7 +192,67 @@ def sasrec() -> TrainConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"tiny": tiny, "small": small, "base": base, "pretrained": pretrained, "sasrec": sasrec}
+def retriever(size: RetrieverSize, layer: Literal["hstu", "fuxi"] = "hstu") -> TrainConfig:
+    """HSTU or FuXi-alpha over item ids in one of five sizes.
+
+    ``large`` and ``long`` are the paper's: 16 layers of 1024 are 83.97 M (HSTU: 5 D^2 + 5 D a layer, and its tables) and 201.5 M (FuXi: 12 D^2) dense
+    parameters, for 2048 and 4096 items.
+    """
+    shape = RETRIEVER_SIZES[size]
+    small = size in ("tiny", "small")
+    model = RetrieverConfig(
+        layer, shape.hidden_size, shape.num_layers, shape.num_heads, shape.max_items, dropout=0.2 if small else 0.1, embedding_dropout=0.2 if small else 0.1
+    )
+    return TrainConfig(
+        f"{'retriever' if layer == 'hstu' else layer}-{size}",
+        model_type="retriever",
+        retriever=model,
+        max_items=shape.max_items,
+        crop="last" if size == "tiny" else "cover",
+        items_per_batch=shape.items_per_batch,
+        num_negatives=shape.num_negatives,
+        negative_scope="batch" if small else "target",
+        learning_rate=shape.learning_rate,
+        weight_decay=0.0,
+        warmup_steps=100 if small else 1000,
+        epochs=shape.epochs,
+        patience=4,
+        valid_users=1000 if small else 5000,
+    )
+
+
+@dataclass(frozen=True)
+class RetrieverShape:
+    """The numbers in which the sizes of the retriever differ."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    max_items: int
+    items_per_batch: int
+    num_negatives: int
+    learning_rate: float
+    epochs: int
+
+
+RetrieverSize = Literal["tiny", "small", "medium", "large", "long"]
+RETRIEVER_SIZES: dict[RetrieverSize, RetrieverShape] = {
+    "tiny": RetrieverShape(32, 2, 2, 50, 1024, 256, 3e-3, 12),
+    "small": RetrieverShape(64, 2, 2, 200, 4096, 512, 2e-3, 40),
+    "medium": RetrieverShape(256, 8, 4, 512, 16384, 128, 2e-3, 20),
+    "large": RetrieverShape(1024, 16, 8, 2048, 32768, 128, 4e-3, 10),
+    "long": RetrieverShape(1024, 16, 8, 4096, 32768, 128, 4e-3, 10),
+}
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    "tiny": tiny,
+    "small": small,
+    "base": base,
+    "pretrained": pretrained,
+    "sasrec": sasrec,
+    **{f"retriever-{size}": partial(retriever, size) for size in RETRIEVER_SIZES},
+    **{f"fuxi-{size}": partial(retriever, size, "fuxi") for size in RETRIEVER_SIZES},
+}
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -89,7 +89,7 @@ def wait_gone(pids: list[int], seconds: float = 30) -> None:
 def test_up_says_what_runs_revives_what_dies_and_leaves_nothing(up: Callable[..., Up]) -> None:
     stack = up()
     state = stack.wait_ready()
-    assert set(state["processes"]) == {"broker", "api", "ingestion worker", "tokenization worker", "training worker", "serving worker"}
+    assert set(state["processes"]) == {"broker", "api", "ingestion worker", "tokenization worker", "negatives worker", "training worker", "serving worker"}
     key = stack.run("key").stdout.strip()
     assert httpx.get(f"{state['url']}/v1/jobs", headers={"X-API-Key": key}).json() == []
     assert httpx.get(f"{state['url']}/docs", auth=("me", key)).status_code == 200

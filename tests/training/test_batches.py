@@ -14,7 +14,7 @@ HISTORIES = st.lists(st.lists(st.integers(0, 999), max_size=12), min_size=1, max
 
 
 def contents(epoch: Epoch) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(sequence.tolist()) for index in range(len(epoch)) for sequence in epoch.batch(index))
+    return Counter(tuple(sequence.tolist()) for index in range(len(epoch)) for sequence in epoch.batch(index).items)
 
 
 @settings(deadline=None)
@@ -25,8 +25,8 @@ def test_every_history_comes_once_an_epoch_and_batches_keep_the_budget(histories
     assert contents(epoch) == Counter(tuple(h) for h in histories if h)
     for index in range(len(epoch)):
         batch = epoch.batch(index)
-        assert len(batch.values) <= budget + max(map(len, histories)) - 1
-        assert batch.lengths_B.tolist() == sorted(batch.lengths_B.tolist())
+        assert len(batch.items.values) <= budget + max(map(len, histories)) - 1
+        assert batch.items.lengths_B.tolist() == sorted(batch.items.lengths_B.tolist())
     assert sampler.num_histories == sum(map(bool, histories))
 
 
@@ -53,7 +53,7 @@ def test_an_epoch_depends_on_seed_and_number_alone() -> None:
         if number:
             sampler.epoch(0)
         epoch = sampler.epoch(number)
-        return [epoch.batch(index).values.tolist() for index in range(len(epoch))]
+        return [epoch.batch(index).items.values.tolist() for index in range(len(epoch))]
 
     assert spelled(0, 3) == spelled(0, 3)
     assert spelled(0, 3) != spelled(0, 4) != spelled(1, 4)

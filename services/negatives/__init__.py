@@ -1,0 +1,1 @@
+"""Draws negatives ahead of the training that needs them."""

@@ -1,0 +1,35 @@
+"""HTTP door: what this room has drawn and searched."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from semantide.services.negatives.newest_models import NewestModels
+from semantide.shared.errors import NotFound
+from semantide.shared.http import APIRouter
+from semantide.shared.negative_shards import ShardBoard
+from semantide.shared.room import Room
+
+
+def build(room: Room) -> APIRouter:
+    """The routes of this room."""
+    router = APIRouter(prefix="/v1/negatives", tags=["negatives"])
+    board, models = ShardBoard(room.broker, room.store), NewestModels(room.broker)
+
+    def figures(ref: str) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads((room.store.get(ref, verify=False) / "beams.json").read_text())
+        return {"beams": ref, **read}
+
+    @router.get("", summary="Shards that are kept for training, searched beams, and the newest generator of each tokenizer")
+    def negatives() -> dict[str, Any]:
+        return {"shards": board.waiting(), "beams": [figures(ref) for ref in room.store.list("beams")], "models": models.all()}
+
+    @router.get("/beams/{ref:path}", summary="How some beams were searched, and how often the next item was among them")
+    def beams(ref: str) -> dict[str, Any]:
+        full = ref if ref.startswith("beams/") else f"beams/{ref}"
+        if not room.store.exists(full):
+            raise NotFound(f"no beams {ref!r}: GET /v1/negatives lists them")
+        return figures(full)
+
+    return router

@@ -1,0 +1,112 @@
+"""The long work of this room: search a model's beams over all training histories.
+
+negatives {dataset, catalog, model} -> {beams}   ``config``: fields of BeamConfig. Without ``model`` the newest generator that was trained for the catalog's
+                                                 tokenizer is taken; without ``catalog`` the one it was trained for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import torch
+
+from semantide.services.negatives.beam_search import BeamConfig, BeamSearcher, cut_events
+from semantide.services.negatives.newest_models import NewestModels
+from semantide.shared.catalog import Catalog
+from semantide.shared.dataset import Dataset
+from semantide.shared.errors import BadData, Conflict
+from semantide.shared.jobs import JobContext, JobOutcome
+from semantide.shared.models.generator import Generator
+from semantide.shared.negative_source import BeamLists, TrainingEvents
+
+_CHUNK_CUTS = 1024  # searched before they are kept: what a killed job has found is not searched again
+
+
+def run(job: JobContext) -> JobOutcome:
+    """Run a ``negatives`` job.
+
+    Raises: BadData for wrong inputs or config, Conflict when model, catalog and data set do not belong together, JobCancelled.
+    """
+    try:
+        config = BeamConfig.of(dict(job.spec.config))
+    except (ValueError, TypeError) as error:
+        raise BadData(f"job {job.id}: {error}") from error
+    inputs = dict(job.spec.inputs)
+    if "dataset" not in inputs or not set(inputs) <= {"dataset", "catalog", "model"}:
+        raise BadData(f"a negatives job got inputs {', '.join(sorted(inputs)) or 'none'}: give dataset, and perhaps catalog and model")
+    # Kept, so that a job that is started again goes on with the model that it began with.
+    pinned = job.workdir / "inputs.json"
+    if not pinned.exists():
+        aside = pinned.with_suffix(".incoming")
+        aside.write_text(json.dumps(_complete(job, inputs)))
+        aside.replace(pinned)
+    inputs = json.loads(pinned.read_text())
+    job.progress(0, 1, stage="reading")
+    dataset = Dataset.load(job.store.get(inputs["dataset"]))
+    catalog = Catalog.load(job.store.get(inputs["catalog"]))
+    folder = job.store.get(inputs["model"])
+    card = json.loads((folder / "semantide.json").read_text())
+    if card["model_type"] != "generator":
+        raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator has beams")
+    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
+    events = TrainingEvents.of(dataset)
+    model = Generator.from_pretrained(folder).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    searcher = BeamSearcher(model, catalog, dataset, events, card["max_items"], config.width)
+    lists = _search(job, searcher, cut_events(events, config.points), config)
+    target = job.workdir / "beams"
+    shutil.rmtree(target, ignore_errors=True)
+    lists.save(target)
+    figures = {
+        "histories": len(lists.cuts_C),
+        "users": len(np.unique(events.users_E[lists.cuts_C])),
+        "beams_per_history": float((lists.rows_CW >= 0).sum(1).mean()) if len(lists.cuts_C) else 0.0,
+        # A beam that holds the item that came next is right, and no negative for it.
+        "next_item_among_beams": float((lists.rows_CW == events.rows_E[lists.cuts_C][:, None]).any(1).mean()) if len(lists.cuts_C) else 0.0,
+    }
+    (target / "beams.json").write_text(json.dumps({"width": config.width, "points": config.points, **inputs, **figures}, indent=1, sort_keys=True) + "\n")
+    ref = job.store.put("beams", target, config={"width": config.width, "points": config.points}, inputs=inputs, seed=job.spec.seed)
+    job.discard(target)
+    job.progress(1, 1, stage="done")
+    return JobOutcome({"beams": ref}, {**figures, "model": inputs["model"], "catalog": inputs["catalog"]})
+
+
+def _complete(job: JobContext, inputs: dict[str, str]) -> dict[str, str]:
+    """The inputs with the model and the catalog that were left out."""
+    if "model" not in inputs:
+        newest = NewestModels(job.broker).find(_tokenizer(job, inputs["catalog"]) if "catalog" in inputs else None)
+        if newest is None:
+            raise Conflict("no generator has been trained yet whose beams could be searched: train one, or name it with the input `model`")
+        inputs = {**inputs, "model": newest}
+    if "catalog" not in inputs:
+        card = json.loads((job.store.get(inputs["model"]) / "semantide.json").read_text())
+        if not card.get("catalog"):
+            raise Conflict(f"the model {inputs['model'][:24]}... was trained without a catalog: name a generator")
+        inputs = {**inputs, "catalog": card["catalog"]}
+    return inputs
+
+
+def _tokenizer(job: JobContext, catalog: str) -> str:
+    digest: str = json.loads((job.store.get(catalog) / "catalog.json").read_text())["tokenizer_digest"]
+    return digest
+
+
+def _search(job: JobContext, searcher: BeamSearcher, cuts_C: np.ndarray, config: BeamConfig) -> BeamLists:
+    kept = job.workdir / "searched"
+    kept.mkdir(exist_ok=True)
+    parts = [np.zeros((0, config.width), dtype=np.int32)]
+    for begin in range(0, len(cuts_C), _CHUNK_CUTS):
+        path = kept / f"{begin:09d}.npy"
+        if not path.exists():
+            chunk, rows = cuts_C[begin : begin + _CHUNK_CUTS], []
+            for first in range(0, len(chunk), config.batch):
+                job.check_cancelled()
+                job.progress(begin + first, len(cuts_C), "histories", "searching beams")
+                rows.append(searcher.search(chunk[first : first + config.batch]))
+            aside = path.with_suffix(".incoming.npy")
+            np.save(aside, np.concatenate(rows))
+            aside.replace(path)
+        parts.append(np.load(path))
+    job.discard(kept)
+    return BeamLists(cuts_C, np.concatenate(parts))
