@@ -14,14 +14,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semantide.shared.errors import PermanentError
 
-Output = pa.Table | Sequence[pa.RecordBatch]
+Output: TypeAlias = "pa.Table | Sequence[pa.RecordBatch]"
 Tick = Callable[[int, int, str], None]
 
 
