@@ -118,6 +118,43 @@ inline float half_number(uint16_t bits) {
 }
 #include "jagged_fusion_plan.h"
 
+struct GatherRows {
+  int64_t count, size;
+  const float* weight;
+  const int64_t* ids;
+  float* out;
+};
+
+// Places of `values` in the order of their segments; without an order each segment is one row.
+struct RowSegments {
+  int64_t count, size;
+  const float* values;
+  const int64_t *order, *starts;
+  float* out;
+};
+
+struct RowStep {
+  RowSegments segments;
+  int64_t kind;  // 0 row-wise Adagrad, 1 row-wise Adam, 2 Adam
+  const int64_t* ids;
+  float *weight, *row_state, *first, *second, *steps;
+  float rate, beta1, beta2, eps;
+};
+
+// `bits` is all zero before and after; `ranks` has one number for each of its words.
+struct UniqueIds {
+  int64_t count, rows;
+  const int64_t* ids;
+  uint64_t* bits;
+  int64_t *ranks, *unique, *inverse;
+};
+
+struct SegmentOrder {
+  int64_t count, segments;
+  const int64_t* inverse;
+  int64_t *starts, *order;
+};
+
 }  // namespace
 
 namespace basic {
@@ -132,6 +169,7 @@ namespace {
 #include "sampled_softmax.h"
 #include "matrix_product.h"
 #include "jagged_fusion.h"
+#include "embedding_rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -157,6 +195,7 @@ namespace {
 #include "sampled_softmax.h"
 #include "matrix_product.h"
 #include "jagged_fusion.h"
+#include "embedding_rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -181,6 +220,7 @@ namespace {
 #include "sampled_softmax.h"
 #include "matrix_product.h"
 #include "jagged_fusion.h"
+#include "embedding_rows.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -209,16 +249,19 @@ struct Bodies {
   void (*sampled_hidden)(const SampledSoftmax&, int64_t, int64_t, const float*);
   void (*sampled_table)(const SampledSoftmax&, int64_t, const float*, int64_t, int64_t);
   void (*jagged_fusion)(const JaggedFusion&, const FusionTask&, const TimeBuckets&, bool);
+  void (*gather_rows)(const GatherRows&, int64_t, int64_t);
+  void (*segment_sums)(const RowSegments&, int64_t, int64_t);
+  void (*step_rows)(const RowStep&, int64_t, int64_t, float*);
 };
 
 const Bodies kBodies[] = {
     {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select,
-     basic::sampled_sums, basic::sampled_shares, basic::sampled_hidden, basic::sampled_table, basic::jagged_fusion},
+     basic::sampled_sums, basic::sampled_shares, basic::sampled_hidden, basic::sampled_table, basic::jagged_fusion, basic::gather_rows, basic::segment_sums, basic::step_rows},
 #if defined(__x86_64__)
     {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select,
-     avx2::sampled_sums, avx2::sampled_shares, avx2::sampled_hidden, avx2::sampled_table, avx2::jagged_fusion},
+     avx2::sampled_sums, avx2::sampled_shares, avx2::sampled_hidden, avx2::sampled_table, avx2::jagged_fusion, avx2::gather_rows, avx2::segment_sums, avx2::step_rows},
     {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select,
-     avx512::sampled_sums, avx512::sampled_shares, avx512::sampled_hidden, avx512::sampled_table, avx512::jagged_fusion},
+     avx512::sampled_sums, avx512::sampled_shares, avx512::sampled_hidden, avx512::sampled_table, avx512::jagged_fusion, avx512::gather_rows, avx512::segment_sums, avx512::step_rows},
 #endif
 };
 
@@ -250,7 +293,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures above, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 4; }
+EXPORT int64_t semantide_version() { return 5; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -378,5 +421,70 @@ EXPORT int64_t semantide_jagged_fusion(const JaggedFusion* given, int64_t thread
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks.size() > 1)
   for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task) body.jagged_fusion(a, tasks[task], buckets, backward);
   if (backward) add_fusion_parts(a);
+  return 0;
+}
+
+// How many different ids there are, written in ascending order, and the place of each asked one among them; -1 where one lies outside the table.
+EXPORT int64_t semantide_unique_ids(const UniqueIds* given, int64_t) {
+  const UniqueIds& a = *given;
+  for (int64_t i = 0; i < a.count; ++i)
+    if (a.ids[i] < 0 || a.ids[i] >= a.rows) return -1;
+  for (int64_t i = 0; i < a.count; ++i) a.bits[a.ids[i] >> 6] |= uint64_t{1} << (a.ids[i] & 63);
+  const int64_t words = (a.rows + 63) / 64;
+  int64_t found = 0;
+  for (int64_t word = 0; word < words; ++word) {
+    a.ranks[word] = found;
+    for (uint64_t left = a.bits[word]; left; left &= left - 1) a.unique[found++] = word * 64 + __builtin_ctzll(left);
+  }
+  for (int64_t i = 0; i < a.count; ++i) {
+    const int64_t word = a.ids[i] >> 6;
+    a.inverse[i] = a.ranks[word] + __builtin_popcountll(a.bits[word] & ((uint64_t{1} << (a.ids[i] & 63)) - 1));
+  }
+  for (int64_t i = 0; i < found; ++i) a.bits[a.unique[i] >> 6] = 0;
+  return found;
+}
+
+// Counting sort of places by segment; equal segments keep their order. Returns 1 where a segment does not exist.
+EXPORT int64_t semantide_segment_order(const SegmentOrder* given, int64_t) {
+  const SegmentOrder& a = *given;
+  std::fill(a.starts, a.starts + a.segments + 1, int64_t{0});
+  for (int64_t i = 0; i < a.count; ++i) {
+    if (a.inverse[i] < 0 || a.inverse[i] >= a.segments) return 1;
+    ++a.starts[a.inverse[i] + 1];
+  }
+  for (int64_t segment = 0; segment < a.segments; ++segment) a.starts[segment + 1] += a.starts[segment];
+  std::vector<int64_t> next(a.starts, a.starts + a.segments);
+  for (int64_t i = 0; i < a.count; ++i) a.order[next[a.inverse[i]]++] = i;
+  return 0;
+}
+
+EXPORT int64_t semantide_gather_rows(const GatherRows* given, int64_t threads) {
+  const GatherRows& a = *given;
+  const Bodies& body = bodies();
+  const int64_t chunk = 2048, chunks = (a.count + chunk - 1) / chunk;
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && chunks > 1)
+  for (int64_t part = 0; part < chunks; ++part) body.gather_rows(a, part * chunk, std::min((part + 1) * chunk, a.count));
+  return 0;
+}
+
+EXPORT int64_t semantide_segment_sums(const RowSegments* given, int64_t threads) {
+  const RowSegments& a = *given;
+  const Bodies& body = bodies();
+  const int64_t chunk = 512, chunks = (a.count + chunk - 1) / chunk;
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && chunks > 1)
+  for (int64_t part = 0; part < chunks; ++part) body.segment_sums(a, part * chunk, std::min((part + 1) * chunk, a.count));
+  return 0;
+}
+
+EXPORT int64_t semantide_step_rows(const RowStep* given, int64_t threads) {
+  const RowStep& a = *given;
+  const Bodies& body = bodies();
+  const int64_t chunk = 512, chunks = (a.segments.count + chunk - 1) / chunk;
+#pragma omp parallel num_threads(static_cast <int>(threads)) if (threads > 1 && chunks > 1)
+  {
+    std::vector<float> sum(a.segments.size);
+#pragma omp for schedule(dynamic)
+    for (int64_t part = 0; part < chunks; ++part) body.step_rows(a, part * chunk, std::min((part + 1) * chunk, a.segments.count), sum.data());
+  }
   return 0;
 }

@@ -12,7 +12,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-VERSION = 4  # of the structures' layout; the library names its own
+VERSION = 5  # of the structures' layout; the library names its own
 
 _KERNELS = tuple(
     f"semantide_{name}"
@@ -26,6 +26,11 @@ _KERNELS = tuple(
         "sampled_sums",
         "sampled_gradients",
         "jagged_fusion",
+        "unique_ids",
+        "segment_order",
+        "gather_rows",
+        "segment_sums",
+        "step_rows",
     )
 )
 
@@ -41,6 +46,11 @@ TURN_ROWS = Struct("5q 5P f")
 GATE_ROWS = Struct("q 3P")
 BEAM_SELECT = Struct("6q 10P q 3P q 10P")
 SAMPLED_SOFTMAX = Struct("9q 15P 2f")
+UNIQUE_IDS = Struct("2q P P 3P")
+SEGMENT_ORDER = Struct("2q P 2P")
+GATHER_ROWS = Struct("2q 3P")
+SEGMENT_SUMS = Struct("2q 4P")
+STEP_ROWS = Struct("2q 4P q P 5P 4f")
 JAGGED_FUSION = Struct("8q 3P 6q 3P 2P 2P P 2q 5P 2P f")
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from semantide.shared.models.generator import GeneratorConfig
+from semantide.shared.models.item_table import TableOptimiser
 from semantide.shared.models.retriever import RetrieverConfig
 from semantide.shared.models.sasrec import SASRecConfig
 
@@ -63,7 +64,7 @@ class TrainConfig:
     """Factor on the learning rate of embeddings and head."""
     table_rate: float = 0.0
     """Retriever: learning rate of the item table. 0: ``learning_rate``."""
-    table_optimiser: Literal["adam", "adagrad"] = "adam"
+    table_optimiser: TableOptimiser = "adam"
     """Retriever: what updates the touched rows of the item table."""
     muon_rate: float = 0.0
     """Learning rate of Muon, which then trains the layers' matrices in the place of AdamW. 0: AdamW trains everything."""
@@ -113,7 +114,7 @@ class TrainConfig:
         for name, choices in (
             ("model_type", ("generator", "sasrec", "retriever")),
             ("negative_scope", ("batch", "target")),
-            ("table_optimiser", ("adam", "adagrad")),
+            ("table_optimiser", ("adam", "row-adam", "adagrad")),
             ("crop", ("last", "random", "mixed", "cover")),
             ("balance", ("cost", "count")),
             ("dtype", ("auto", "float32", "bfloat16")),
