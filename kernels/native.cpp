@@ -102,6 +102,7 @@ namespace {
 #include "beam_select.h"
 #include "rows.h"
 #include "matrix_product.h"
+#include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
@@ -126,6 +127,7 @@ namespace {
 #include "beam_select.h"
 #include "rows.h"
 #include "matrix_product.h"
+#include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
@@ -149,6 +151,7 @@ namespace {
 #include "beam_select.h"
 #include "rows.h"
 #include "matrix_product.h"
+#include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
