@@ -106,6 +106,7 @@ def forward_tiles(  # type: ignore[no-untyped-def]
     block_d: tl.constexpr,
     block_e: tl.constexpr,
 ):
+    """A tile of queries of one head: the result, and with a softmax the logarithm of its sum of exponentials."""
     sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group, groups = head // share, heads // share
     begin, end = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
@@ -198,6 +199,7 @@ def query_gradient_tiles(  # type: ignore[no-untyped-def]
     block_d: tl.constexpr,
     block_e: tl.constexpr,
 ):
+    """A tile of queries of one head: the gradient of the queries."""
     sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group, groups = head // share, heads // share
     begin, end = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
@@ -278,6 +280,7 @@ def key_gradient_tiles(  # type: ignore[no-untyped-def]
     block_d: tl.constexpr,
     block_e: tl.constexpr,
 ):
+    """A tile of keys of one key head: the gradients of keys, values and both tables."""
     groups: tl.constexpr = heads // share
     sequence, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     begin, end = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
