@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from semantide.kernels.attention import packed_bounds
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.native_jagged_fusion import attend, native_library
 
 Activation = Literal["silu", "softmax"]
 
@@ -119,6 +120,49 @@ def jagged_bias_attention(
 
             outputs.append(checkpoint(tile, v_HNE[:, : last - begin], use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs)
+
+
+@jagged_fusion_attention.register("cpu")
+def jagged_fusion_attention_native(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    scale: float | None = None,
+) -> Tensor:
+    """In C++, forward and backward; other types than float32 take the torch way."""
+    given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+    if native_library(q_THD, k_TGD, v_TGE, time_weights_HK, position_weights_HP) is None:
+        return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
+    check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
+    packed_bounds(offsets_B1, len(q_THD))
+    if scale == 0:  # which stands for one over the length there
+        return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
+    factor = scale if scale is not None else 0.0 if activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
+    tables = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
+    return attend(q_THD, k_TGD, v_TGE, offsets_B1, times_T, *tables, bucket_bounds(), activation, factor)
+
+
+@jagged_bias_attention.register("cpu")
+def jagged_bias_attention_native(
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+) -> Tensor:
+    """In C++, forward and backward; other types than float32 take the torch way."""
+    if native_library(v_TGE, time_weights_HK, position_weights_HP) is None:
+        return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+    heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
+    packed_bounds(offsets_B1, len(v_TGE))
+    tables = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend(None, None, v_TGE, offsets_B1, times_T, *tables, bucket_bounds(), "bias", 1.0)
 
 
 def _future(begin: int, first: int, last: int, device: torch.device) -> Tensor:

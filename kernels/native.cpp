@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -115,6 +116,7 @@ inline float half_number(uint16_t bits) {
   std::memcpy(&value, &number, 4);
   return value;
 }
+#include "jagged_fusion_plan.h"
 
 }  // namespace
 
@@ -128,6 +130,8 @@ namespace {
 #include "beam_select.h"
 #include "rows.h"
 #include "sampled_softmax.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -151,6 +155,8 @@ namespace {
 #include "beam_select.h"
 #include "rows.h"
 #include "sampled_softmax.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -173,6 +179,8 @@ namespace {
 #include "beam_select.h"
 #include "rows.h"
 #include "sampled_softmax.h"
+#include "matrix_product.h"
+#include "jagged_fusion.h"
 #undef VECTOR_BYTES
 #undef TILE_ROWS
 }  // namespace
@@ -200,16 +208,17 @@ struct Bodies {
   void (*sampled_shares)(const SampledSoftmax&, int64_t, float*, float*);
   void (*sampled_hidden)(const SampledSoftmax&, int64_t, int64_t, const float*);
   void (*sampled_table)(const SampledSoftmax&, int64_t, const float*, int64_t, int64_t);
+  void (*jagged_fusion)(const JaggedFusion&, const FusionTask&, const TimeBuckets&, bool);
 };
 
 const Bodies kBodies[] = {
     {"basic", basic::beam_attention, basic::prefix_attention, basic::normalise_rows, basic::turn_rows, basic::gate_rows, basic::normalise, basic::beam_select,
-     basic::sampled_sums, basic::sampled_shares, basic::sampled_hidden, basic::sampled_table},
+     basic::sampled_sums, basic::sampled_shares, basic::sampled_hidden, basic::sampled_table, basic::jagged_fusion},
 #if defined(__x86_64__)
     {"avx2", avx2::beam_attention, avx2::prefix_attention, avx2::normalise_rows, avx2::turn_rows, avx2::gate_rows, avx2::normalise, avx2::beam_select,
-     avx2::sampled_sums, avx2::sampled_shares, avx2::sampled_hidden, avx2::sampled_table},
+     avx2::sampled_sums, avx2::sampled_shares, avx2::sampled_hidden, avx2::sampled_table, avx2::jagged_fusion},
     {"avx512", avx512::beam_attention, avx512::prefix_attention, avx512::normalise_rows, avx512::turn_rows, avx512::gate_rows, avx512::normalise, avx512::beam_select,
-     avx512::sampled_sums, avx512::sampled_shares, avx512::sampled_hidden, avx512::sampled_table},
+     avx512::sampled_sums, avx512::sampled_shares, avx512::sampled_hidden, avx512::sampled_table, avx512::jagged_fusion},
 #endif
 };
 
@@ -357,5 +366,17 @@ EXPORT int64_t semantide_sampled_gradients(const SampledSoftmax* given, int64_t 
         for (int64_t source = begin; source < end; ++source) body.sampled_table(a, source, kept.data() + (source - begin) * each, part, parts);
     }
   }
+  return 0;
+}
+
+EXPORT int64_t semantide_jagged_fusion(const JaggedFusion* given, int64_t threads) {
+  const JaggedFusion& a = *given;
+  const bool backward = a.grad_out != nullptr;
+  const std::vector<FusionTask> tasks = fusion_tasks(a, backward, threads);
+  const TimeBuckets buckets(a.bounds, a.times ? std::min(a.buckets, TimeBuckets::kMost) : 1);
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks.size() > 1)
+  for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task) body.jagged_fusion(a, tasks[task], buckets, backward);
+  if (backward) add_fusion_parts(a);
   return 0;
 }

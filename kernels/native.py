@@ -25,6 +25,7 @@ _KERNELS = tuple(
         "beam_select",
         "sampled_sums",
         "sampled_gradients",
+        "jagged_fusion",
     )
 )
 
@@ -40,6 +41,7 @@ TURN_ROWS = Struct("5q 5P f")
 GATE_ROWS = Struct("q 3P")
 BEAM_SELECT = Struct("6q 10P q 3P q 10P")
 SAMPLED_SOFTMAX = Struct("9q 15P 2f")
+JAGGED_FUSION = Struct("8q 3P 6q 3P 2P 2P P 2q 5P 2P f")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The rooms' process entry: ``python -m semantide.services.local api|worker|job ...``.
+"""The rooms' process entry: ``python -m semantide.services.local api|worker|job|rank ...``.
 
 ``api all`` mounts every room in one process for a laptop; ``api ROOM`` and ``worker ROOM`` are what compose and the chart run apart.
 The only file that may import several rooms.
@@ -122,6 +122,19 @@ def work_on(job_id: str, settings: Settings) -> int:
     return run_job(job_id, door.run, settings, ArtifactStore(settings.artifacts_root, settings.data_dir / "cache"), client, queues)
 
 
+def work_as_rank(job_id: str, settings: Settings) -> int:
+    """Do one rank's part of a job in this process; torchrun's environment says which."""
+    from semantide.shared.job_ranks import run_rank
+
+    telemetry.start("rank", settings.model_copy(update={"metrics_port": 0}))
+    Queues.trace()
+    client = broker.connect(settings.redis_url)
+    door = _door(Jobs(client).get(job_id).spec.room, "job")
+    assert door is not None
+    store = ArtifactStore(settings.artifacts_root, settings.data_dir / "cache")
+    return run_rank(job_id, int(os.environ["RANK"]), door.run, settings, store, client, Queues(settings.redis_url))
+
+
 def _end_with_parent() -> None:
     """End this process when its parent does: the parent holds the other end of standard input."""
 
@@ -144,22 +157,29 @@ def main(arguments: list[str] | None = None) -> int:
     verbs.add_parser("api").add_argument("rooms", nargs="+", choices=[*ROOMS, "all"])
     verbs.add_parser("worker").add_argument("room", choices=ROOMS)
     verbs.add_parser("job").add_argument("id")
+    verbs.add_parser("rank").add_argument("id")
     options = parser.parse_args(arguments)
     settings = Settings()
     # Idle OpenMP threads that spin make a busy machine ten times slower; set before torch loads its runtime.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if options.with_parent or options.verb == "job":
+    if options.verb == "rank":
+        # Ranks of one machine share its cores.
+        cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if options.with_parent or options.verb in ("job", "rank"):
         _end_with_parent()
     try:
         if options.verb == "api":
             serve(list(ROOMS) if "all" in options.rooms else options.rooms, settings)
         elif options.verb == "worker":
             work(options.room, settings)
+        elif options.verb == "rank":
+            return work_as_rank(options.id, settings)
         else:
             return work_on(options.id, settings)
     except (BrokerUnavailable, ValueError) as error:
         sys.stderr.write(f"semantide: {error}\n")
-        return AGAIN if options.verb == "job" and isinstance(error, BrokerUnavailable) else 2
+        return AGAIN if options.verb in ("job", "rank") and isinstance(error, BrokerUnavailable) else 2
     return 0
 
 

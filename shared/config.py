@@ -71,6 +71,10 @@ class Settings(BaseSettings):
     """Times a job is started before a crash of its process counts as failure."""
     negatives_wait_seconds: float = Field(default=30.0, ge=0)
     """How long a training run waits for negatives that it asked the negatives room for, before it draws them itself, seconds an epoch."""
+    training_processes: int = Field(default=0, ge=0)
+    """Processes that train one model together, unless the job says otherwise. 0: one per accelerator of this machine, a single one where there is none."""
+    training_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long a process waits for the others of the same job before all start again from the last checkpoint, seconds."""
     serving_batch: int = Field(default=32, ge=1)
     """Most recommendation requests answered together, requests."""
     serving_round_beams: int = Field(default=1024, ge=1)
@@ -93,6 +97,8 @@ class Settings(BaseSettings):
     """Most memory for the prompts of users who may return, of each live model; 0: none is kept, bytes."""
     serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
+    serving_source: Literal["auto", "generator", "retriever", "both"] = "auto"
+    """Who ranks where a request does not say. ``auto``: the generator, and the promoted retriever where no generator is live or too many requests wait for it."""
     serving_cursor_seconds: int = Field(default=900, ge=1)
     """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)

@@ -140,11 +140,11 @@ class CatalogReady(Message):
 
 
 class ModelTrained(Message):
-    """A generator was trained for a catalog; serving keeps it as a candidate, and promotes it when asked to."""
+    """A model was trained; serving keeps a generator as a candidate, and promotes it when asked to. Without ``catalog`` it is a retriever, which needs none."""
 
     job_id: str
     model: ArtifactRef
-    catalog: ArtifactRef
+    catalog: ArtifactRef | None = None
     promote: bool = False
 
 

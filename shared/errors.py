@@ -2,7 +2,8 @@
 
     SemantideError
     |-- TransientError          try again: the cause may pass (broker away, disk full, lock held)
-    |   `-- BrokerUnavailable   Redis cannot be reached
+    |   |-- BrokerUnavailable   Redis cannot be reached
+    |   `-- RankLost            another process of the same job ended or does not answer
     |-- PermanentError          trying again changes nothing; the message is parked with its cause
     |   |-- NotFound            no such artifact, job, user or model
     |   |-- Conflict            the request contradicts what is there (wrong catalog for a model, job already ended)
@@ -25,6 +26,10 @@ class TransientError(SemantideError):
 
 class BrokerUnavailable(TransientError):
     """Redis cannot be reached."""
+
+
+class RankLost(TransientError):
+    """Another process of the same job ended or does not answer: all of them start again from the last checkpoint."""
 
 
 class PermanentError(SemantideError):

@@ -35,7 +35,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
 
-_BASELINE = "sasrec"
+_NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
@@ -190,10 +190,20 @@ def dataset(seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_js
 
 
 @app.command()
-def tokenize(recipe: str = "", dataset: str | None = None, seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_json: AsJson = False) -> None:
+def tokenize(
+    recipe: str = "",
+    dataset: str | None = None,
+    vectors: Annotated[
+        str | None, typer.Option(help="A trained retriever (models/...): its item vectors take the place of those computed from histories")
+    ] = None,
+    seed: int = 0,
+    overrides: Overrides = None,
+    wait: Wait = True,
+    as_json: AsJson = False,
+) -> None:
     """Spell every item as a semantic id: one catalog artifact, and a report."""
     client = Client(Settings())
-    inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"vectors": vectors} if vectors else {})
     record = run_job(client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
         _tokenizer_report(record.result)
@@ -231,18 +241,20 @@ def train(
     seed: int = 0,
     beams: Annotated[str | None, typer.Option(help="Beams that `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
+    processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model: recipe tiny, small, base (generator), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER) or sasrec (baseline)."""
+    """Train a model: recipe tiny, small, base (generator), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER), sasrec (baseline),
+    retriever-SIZE or fuxi-SIZE (HSTU or FuXi-alpha over item ids; SIZE is tiny, small, medium, large or long)."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
-    if recipe != _BASELINE or catalog:
+    if not recipe.startswith(_NO_GENERATORS) or catalog:
         inputs["catalog"] = catalog or client.current_catalog()
     if beams:
         inputs["beams"] = beams
-    config = _config(overrides) | ({"promote": True} if promote else {})
+    config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
     record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
@@ -252,6 +264,7 @@ def train(
 def evaluate(
     model: str | None = None,
     baseline: Annotated[str | None, typer.Option(help="A second model beside it, such as SASRec")] = None,
+    retriever: Annotated[str | None, typer.Option(help="A retriever beside it")] = None,
     weights: Annotated[str, typer.Option(help="bfloat16 or int8: measure the generator in that form too, to see what it costs")] = "float32",
     dataset: str | None = None,
     catalog: str | None = None,
@@ -269,8 +282,7 @@ def evaluate(
         "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
         "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
     }
-    if baseline:
-        inputs["baseline"] = baseline
+    inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever)) if ref}
     config = _config(overrides) | ({"weights": weights} if weights != "float32" else {})
     record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
@@ -280,18 +292,20 @@ def evaluate(
 def _latest_generator(client: Client) -> str:
     for raw in client.get("/v1/jobs", kind="train", state="succeeded", limit=1000):
         record = JobRecord.model_validate(raw)
-        if "model" in record.artifacts and record.spec.recipe != _BASELINE:
+        if "model" in record.artifacts and not record.spec.recipe.startswith(_NO_GENERATORS):
             return record.artifacts["model"]
     raise SemantideError("no generator yet: run `semantide train` first, or name one with --model")
 
 
 @app.command()
 def promote(model: str | None = None, catalog: str | None = None, as_json: AsJson = False) -> None:
-    """Make a model live; requests in flight end on the old one."""
+    """Make a model live; requests in flight end on the old one. A retriever becomes the second source of candidates beside it."""
     client = Client(Settings())
     # Without a catalog the stack takes the newest extension of the one the model was trained for.
     answer = client.promote(model, catalog) if model else client.promote(_latest_generator(client), catalog, patience_seconds=30)
-    display.as_json(answer) if as_json else display.console.print(f"live: {answer['model']} with {answer['catalog']}", highlight=False)
+    display.as_json(answer) if as_json else display.console.print(
+        f"live: {answer['model'] or 'no generator'} with {answer['catalog'] or 'no catalog'}; retriever: {answer['retriever'] or 'none'}", highlight=False
+    )
 
 
 @app.command()

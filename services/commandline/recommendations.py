@@ -31,13 +31,22 @@ def recommend(
     explore: Annotated[bool, typer.Option(help="Whether new items may take the places that the deployment gives them")] = True,
     split_by: Annotated[str | None, typer.Option(help="With --item: whom the split into variants goes by")] = None,
     variant: Annotated[str | None, typer.Option(help="Ask this variant; `live` is the live model")] = None,
+    source: Annotated[str | None, typer.Option(help="Who ranks: generator, retriever, both (lists joined), auto (retriever where no generator can)")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask for recommendations."""
     if user is None and not history and cursor is None:
         raise ValueError("say for whom: --user ID, or a history with --item ID (repeated), or name the --cursor of an answer")
     optional: dict[str, Any] = {"user": user, "history": history or None, "n": n, "beam_width": beam_width, "exclude_ids": exclude, "variety": variety or None}
-    optional |= {"categories_any": category, "categories_all": every_category, "depth": depth, "cursor": cursor, "split_by": split_by, "variant": variant}
+    optional |= {
+        "categories_any": category,
+        "categories_all": every_category,
+        "depth": depth,
+        "cursor": cursor,
+        "split_by": split_by,
+        "variant": variant,
+        "source": source,
+    }
     optional |= {"exclude_seen": exclude_seen or None, "explain": explain or None, "explore": None if explore else False}
     optional |= {"conditional_scores": conditional_scores or None}
     answer = Client(Settings()).post("/v1/recommendations", {name: value for name, value in optional.items() if value is not None})
@@ -47,6 +56,8 @@ def recommend(
     title = "next page" if cursor else f"for {user or 'this history'}"
     headings = ["item", "score", "title", *(["codes", "log-probability of each", "nearest in the history"] if explain else [])]
     display.table(title + (f", variant {answer['variant']}" if answer.get("variant") else ""), headings, [_row(item, explain) for item in answer["items"]])
+    if answer.get("fallback"):
+        display.console.print(f"the retriever ranked: {answer['fallback']}", highlight=False, markup=False)
     if answer.get("short_reason"):
         display.console.print(f"fewer than asked for: {answer['short_reason']}", highlight=False, markup=False)
     if answer.get("cursor"):
@@ -56,7 +67,7 @@ def recommend(
 def _row(item: dict[str, Any], explain: bool) -> list[Any]:
     row = [item["item"], item["score"], (item.get("title") or "") + (" (new)" if item["explored"] else "")]
     if explain:
-        said = item["explanation"]
+        said = item["explanation"] or {"level_log_probabilities": [], "nearest_history": []}  # the retriever has no codes to explain
         row.append(" ".join(map(str, item["codes"])))
         row.append(" ".join(f"{value:.2f}" for value in said["level_log_probabilities"]))
         row.append(", ".join(f"{near['title'] or near['item']} ({near['similarity']:.2f})" for near in said["nearest_history"]))

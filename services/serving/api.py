@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from semantide.services.serving import explanation, exploration
 from semantide.services.serving.bundle import Bundle
@@ -35,6 +36,7 @@ from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
 from semantide.services.serving.registry import LIVE, RegistryState
+from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer, timed
 from semantide.services.serving.scheduler import Overloaded
 from semantide.services.serving.service import Service
 from semantide.services.serving.ticket import Passage
@@ -90,8 +92,13 @@ def build(room: Room) -> APIRouter:
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
         variant: str | None = None
+        source = body.source or settings.serving_source
         try:
             wish = _wish(body, settings.actions)
+            if source == "retriever":
+                return await retrieved(body, wish, begin)
+            if source == "auto" and service.retrievers.current is not None and service.swapper.lineup is None and body.variant is None:
+                return await retrieved(body, wish, begin, fallback="no generator is live in this process")
             choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
             bundle, variant = choice.bundle, choice.variant
             # Under overload, when searches are narrowed, nobody gets a second one.
@@ -101,6 +108,8 @@ def build(room: Room) -> APIRouter:
             wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
             (answer, passage), *fresh = await _search(request, service, wishes, bundle)
         except Overloaded as error:
+            if source in ("auto", "both") and service.retrievers.current is not None and variant in (None, LIVE):
+                return await retrieved(body, wish, begin, fallback="too many requests wait for the generator")
             service.meters.request("overloaded", variant)
             raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
         except ClientGone as error:
@@ -123,6 +132,24 @@ def build(room: Room) -> APIRouter:
         stage_spans("serving", passage.marks)
         near = await run_in_threadpool(explanation.nearest, bundle, [hit.item for hit in mixed.items], answer.history_rows) if body.explain else None
         whole = _answer(answer, passage, variant, mixed, near, total)
+        if source == "both" and service.retrievers.current is not None:
+            second = await run_in_threadpool(service.retrieve, body.user, timed(body, wish), partial(asking, body, wish, bundle))
+            whole = joined_answer(whole, second, bundle, wish.n)
+        if body.depth is None or len(whole.items) <= body.n:
+            return whole
+        return await run_in_threadpool(_first_page, service, whole, body)
+
+    async def retrieved(body: RecommendationRequest, wish: Wish, begin: float, fallback: str | None = None) -> RecommendationAnswer:
+        """The retriever's own answer."""
+        lineup = service.swapper.lineup
+        bundle = lineup.live if lineup is not None else None
+        found = await run_in_threadpool(service.retrieve, body.user, timed(body, wish), partial(asking, body, wish, bundle))
+        total = time.perf_counter() - begin
+        service.meters.request("short" if found.short_reason else "ok", None)
+        service.meters.retrieved("fallback" if fallback else "asked")
+        service.meters.stage("retrieve", found.seconds)
+        service.meters.stage("total", total)
+        whole = retrieved_answer(found, bundle, fallback, _request_id(), total)
         if body.depth is None or len(whole.items) <= body.n:
             return whole
         return await run_in_threadpool(_first_page, service, whole, body)
@@ -138,6 +165,12 @@ def build(room: Room) -> APIRouter:
     @router.get("/serving/live", tags=["serving"], summary="What is live")
     def live() -> LiveAnswer:
         return _live(service, service.registry.read())
+
+    @router.delete("/serving/retriever", tags=["serving"], summary="Take the retriever away; the generator ranks alone")
+    def without_retriever() -> LiveAnswer:
+        state = service.registry.retrieve(None)
+        service.retrievers.poll()
+        return _live(service, state)
 
     @router.put("/serving/variants", tags=["serving"], summary="Give some of the users to other models; these are loaded and tried first")
     def divide(body: SplitRequest) -> SplitAnswer:
@@ -343,6 +376,9 @@ def _live(service: Service, state: RegistryState) -> LiveAnswer:
         catalog=live.catalog if live else None,
         loaded_model=status.loaded.model if status.loaded else None,
         loaded_catalog=status.loaded.catalog if status.loaded else None,
+        retriever=state.retriever,
+        loaded_retriever=service.retrievers.current.ref if service.retrievers.current else None,
+        retriever_error=service.retrievers.error,
         error=status.error,
         version=state.version,
         previous=list(state.previous),

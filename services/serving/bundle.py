@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from semantide.services.serving.profile import Reading
+from semantide.services.serving.profile import Reading, reading_of
 from semantide.services.serving.registry import Pair
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
@@ -177,11 +177,6 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def _reading(header: Mapping[str, Any]) -> Reading:
-    said = header.get("history") or {}
-    return Reading(float(said.get("positive_intensity", Reading.positive_intensity)), str(said.get("deduplicate", Reading.deduplicate)))
-
-
 def _trained_items(store: ArtifactStore, ref: object, pair: Pair, catalog: Catalog) -> int:
     """Size of the catalog that the model was trained on, which a later one only adds to; all of this one where that is not known."""
     if ref == pair.catalog:
@@ -243,6 +238,6 @@ def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, l
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
         trained_items=_trained_items(store, header.get("catalog"), pair, catalog),
         embed=generator.embed,
-        reading=_reading(header),
+        reading=reading_of(header),
         prompts=PromptCache(prompt_cache_bytes),
     )

@@ -5,11 +5,12 @@ Every limit is stated here, so the API's documentation shows it and a request be
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from semantide.services.serving.registry import Candidate, Decision, Pair
+from semantide.services.serving.retrieval import Source
 from semantide.shared.contracts import ArtifactRef, Identifier
 
 MAX_N = 1000
@@ -79,6 +80,11 @@ class RecommendationRequest(Body):
         default=None, min_length=1, max_length=64, description="The next page of a ranking. Only `n` may be given along; by default that of the page before"
     )
     explore: bool = Field(default=True, description="Whether new items may take the places that this deployment gives them")
+    source: Source | None = Field(
+        default=None,
+        description="Who ranks: `generator`, `retriever` (exact, needs no generator), `both` (their lists joined by place), or `auto`: the generator, and the "
+        "retriever where no generator is live or too many requests wait for it. Default: what this deployment is set to",
+    )
     split_by: Identifier | None = Field(
         default=None, description="With `history`: whom the split into variants goes by, for example a session. A `user` is split by their own id"
     )
@@ -114,12 +120,13 @@ class Explanation(Body):
 
 
 class RecommendedItem(Body):
-    """One item. ``score`` is its log-probability; ``codes`` its semantic id. ``explored``: it stands here because it is new."""
+    """One item. ``score`` is its log-probability for ``source``, who gave it; ``codes`` its semantic id. ``explored``: it stands here because it is new."""
 
     item: str
     score: float
     title: str | None = None
     codes: list[int]
+    source: Literal["generator", "retriever"] = "generator"
     explored: bool = False
     explanation: Explanation | None = None
 
@@ -137,12 +144,17 @@ class RecommendationAnswer(Body):
 
     ``beam_width`` is what was used: less than ``requested_beam_width`` where the search was ``narrowed`` because many requests waited.
     ``based_on`` is "unconditional" where no known history item was there to continue. ``exact`` says that no allowed item outside the list can score higher.
+    ``source`` is who ranked; ``fallback`` says why that was the retriever although the generator should have. ``model`` is then the retriever, and
+    ``beam_width`` 0. ``retriever`` is the model of the second source where both ranked.
     ``variant`` is the side of a split that answered, null outside of one. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
     """
 
     items: list[RecommendedItem]
     model: ArtifactRef
-    catalog: ArtifactRef
+    catalog: ArtifactRef | None
+    source: Literal["generator", "retriever", "both"] = "generator"
+    fallback: str | None = None
+    retriever: ArtifactRef | None = None
     variant: str | None = None
     cursor: str | None = None
     request_id: str
@@ -158,7 +170,7 @@ class RecommendationAnswer(Body):
 
 
 class PromoteRequest(Body):
-    """Which model shall serve. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate."""
+    """Which model shall serve: a generator, or a retriever as second source. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate."""
 
     model: ArtifactRef
     catalog: ArtifactRef | None = None
@@ -213,6 +225,7 @@ class SplitAnswer(Body):
 class LiveAnswer(Body):
     """What is live (``model``, ``catalog``) and what this process serves (``loaded_...``).
 
+    ``retriever`` is the second source of candidates, ``loaded_retriever`` the one that answers here.
     ``error`` says why these differ, if they do for longer than a load takes. A rollback brings back the last of ``previous``.
     """
 
@@ -220,6 +233,9 @@ class LiveAnswer(Body):
     catalog: ArtifactRef | None
     loaded_model: ArtifactRef | None
     loaded_catalog: ArtifactRef | None
+    retriever: ArtifactRef | None = None
+    loaded_retriever: ArtifactRef | None = None
+    retriever_error: str | None = None
     error: str | None
     version: int
     previous: list[Pair]

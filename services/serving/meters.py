@@ -44,6 +44,7 @@ class Meters(Watcher):
         self._requests = made.create_counter("semantide_recommendations", description="Answered requests, by outcome and variant")
         self._explored = made.create_counter("semantide_items_explored", description="Places of lists that were given to new items")
         self._pages = made.create_counter("semantide_recommendation_pages", description="Further pages of rankings, by outcome")
+        self._retrieved = made.create_counter("semantide_recommendations_retrieved", description="Answers of the retriever alone, by cause")
         self._short = fast_counter("semantide_recommendations_short", "Answers with fewer than n items")
         self._narrowed = fast_counter("semantide_recommendations_narrowed", "Answers found with fewer beams than asked for")
         self._dropped = made.create_counter("semantide_requests_dropped", description="Requests given up before their answer, by cause")
@@ -108,6 +109,10 @@ class Meters(Watcher):
     def explored(self, count: int) -> None:
         """So many new items took places of a list."""
         self._explored.add(count)
+
+    def retrieved(self, cause: str) -> None:
+        """The retriever answered: it was "asked", or it was the "fallback"."""
+        self._retrieved.add(1, {"cause": cause})
 
     def page(self, outcome: str) -> None:
         """A further page was asked for."""

@@ -6,18 +6,23 @@ A history is made as the model's training histories were: the same actions count
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 POSITIVE = 1.0  # the intensity from which an action says that the user wanted the item
 
 
 @dataclass(frozen=True)
 class Profile:
-    """``history`` is what the user wanted, oldest first; ``seen`` all that was acted upon; ``blocked`` what was disliked and not wanted since."""
+    """``history`` is what the user wanted, oldest first; ``seen`` all that was acted upon; ``blocked`` what was disliked and not wanted since.
+
+    ``places`` are those of the history among the events.
+    """
 
     history: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     blocked: tuple[str, ...] = ()
+    places: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -28,18 +33,26 @@ class Reading:
     deduplicate: str = "consecutive"
 
 
+def reading_of(header: Mapping[str, Any]) -> Reading:
+    """What a model's header says."""
+    said = header.get("history") or {}
+    return Reading(float(said.get("positive_intensity", Reading.positive_intensity)), str(said.get("deduplicate", Reading.deduplicate)))
+
+
 def profile_of(events: Iterable[tuple[str, str]], actions: Mapping[str, float], reading: Reading = Reading()) -> Profile:
     """The profile of (item, action) pairs in order of time; an action without a configured intensity counts as exposure."""
     history: list[str] = []
+    places: list[int] = []
     known: set[str] = set()
     seen: dict[str, None] = {}
     blocked: dict[str, None] = {}
-    for item, action in events:
+    for place, (item, action) in enumerate(events):
         intensity = actions.get(action, 0.0)
         if intensity >= reading.positive_intensity:
             repeated = item in known if reading.deduplicate == "all" else reading.deduplicate == "consecutive" and history[-1:] == [item]
             if not repeated:
                 history.append(item)
+                places.append(place)
                 known.add(item)
         if intensity >= POSITIVE:
             blocked.pop(item, None)
@@ -47,4 +60,4 @@ def profile_of(events: Iterable[tuple[str, str]], actions: Mapping[str, float], 
             blocked[item] = None
         if intensity >= POSITIVE or intensity < 0:
             seen[item] = None
-    return Profile(tuple(history), tuple(seen), tuple(blocked))
+    return Profile(tuple(history), tuple(seen), tuple(blocked), tuple(places))

@@ -83,7 +83,10 @@ class Decision(Contract):
 
 
 class RegistryState(Contract):
-    """Everything the registry knows. ``previous`` is oldest first; ``extensions`` maps a catalog to the one that added items to it."""
+    """Everything the registry knows. ``previous`` is oldest first; ``extensions`` maps a catalog to the one that added items to it.
+
+    ``retriever`` is the model of the second source of candidates, beside whatever is live.
+    """
 
     version: int = 0
     live: Pair | None = None
@@ -92,6 +95,7 @@ class RegistryState(Contract):
     decisions: tuple[Decision, ...] = ()
     extensions: dict[str, str] = Field(default={})
     split: Split = Split()
+    retriever: ArtifactRef | None = None
 
     def newest(self, catalog: str) -> str:
         """The catalog at the end of a chain of extensions."""
@@ -148,6 +152,11 @@ class RegistryState(Contract):
         if self.live is None:
             raise Conflict("no model is live yet, so there is nothing to divide: promote one first (POST /v1/serving/promote)")
         return self if split == self.split else self._decided("split", self.live, now_ms, reason, False, shares=split.shares, split=split)
+
+    def retrieving(self, model: str | None) -> RegistryState:
+        """With this retriever as second source, or none."""
+        candidates = tuple(c.model_copy(update={"promoted": True}) if c.model == model else c for c in self.candidates)
+        return self if (model, candidates) == (self.retriever, self.candidates) else self._with(retriever=model, candidates=candidates)
 
     def extended(self, old: str, new: str, now_ms: int) -> RegistryState:
         """With the items that ``new`` adds to ``old``, wherever a catalog of that line is in use."""
@@ -262,6 +271,10 @@ class Registry:
         Raises: Conflict, ValueError.
         """
         return self.change(lambda state: state.divided(split, self._now(), reason))
+
+    def retrieve(self, model: str | None) -> RegistryState:
+        """Make a retriever the second source. Load it first: the registry does not."""
+        return self.change(lambda state: state.retrieving(model))
 
     def extend(self, old: str, new: str) -> RegistryState:
         """Let ``new`` take the place of ``old``, to which it added items."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import profile_of
 from semantide.services.serving.recommending import Asked, Events, Recommending
 from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.retrieval import Asking, Retrieved, RetrieverWatch, TimedEvents
 from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
 from semantide.services.serving.ticket import Passage
@@ -30,8 +33,8 @@ from semantide.shared.availability import Availability
 from semantide.shared.broker import RedisError, connect
 from semantide.shared.config import Settings
 from semantide.shared.decoding.kv_pool import KVPool
-from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound, PermanentError, TransientError
-from semantide.shared.history import Histories
+from semantide.shared.errors import BrokerUnavailable, Conflict, Corrupt, NotFound, PermanentError, TransientError
+from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.models.quantised import Weights
 
 _POLL_SECONDS = 0.1
@@ -90,7 +93,13 @@ class Service:
             on_worker=lambda: torch.set_num_threads(max(1, cores // workers)),
         )
         self.swapper = Swapper(self.registry, self._load, self.meters.swap)
-        self._pollers = [Poller("availability", _POLL_SECONDS, self.availability.poll), Poller("registry", _POLL_SECONDS, self.swapper.poll)]
+        self.retrievers = RetrieverWatch(self.registry, store)
+        self._retrieving = threading.BoundedSemaphore(workers)
+        self._pollers = [
+            Poller("availability", _POLL_SECONDS, self.availability.poll),
+            Poller("registry", _POLL_SECONDS, self.swapper.poll),
+            Poller("retriever", _POLL_SECONDS, self.retrievers.poll),
+        ]
 
     def start(self) -> None:
         """Learn what is unavailable, then begin; the live model is loaded in the background."""
@@ -149,6 +158,12 @@ class Service:
 
         Raises: NotFound, Conflict.
         """
+        if self._model_type(model) == "retriever":
+            with _refusing(model):
+                self.retrievers.prepare(model)
+            state = self.registry.retrieve(model)
+            self.retrievers.poll()
+            return state
         with _refusing(model):
             pair = self._resolve(model, catalog, force)
             self.swapper.prepare(pair)
@@ -191,6 +206,31 @@ class Service:
         self.swapper.poll()
         return state
 
+    def retrieve(self, user: str | None, events: TimedEvents | None, asking: Callable[[TimedEvents], Asking]) -> Retrieved:
+        """Answer with the retriever, here and now; without events the user's stored ones count.
+
+        Raises: TransientError when there is no retriever, BrokerUnavailable, Corrupt.
+        """
+        loaded = self.retrievers.current
+        if loaded is None:
+            why = f" ({self.retrievers.error})" if self.retrievers.error else ""
+            raise TransientError(f"no retriever is loaded{why}: train one (recipe retriever-small) and promote it, or leave `source` out")
+        if events is None:
+            stored = self._stored([user or ""])
+            found = stored if isinstance(stored, Exception) else stored[user or ""]
+            if isinstance(found, Exception):
+                raise found
+            events = [(event.item, event.action, event.time) for event in found]
+        with self._retrieving:
+            return loaded.answer(asking(events), self._settings.actions, self.availability.current)
+
+    def _model_type(self, model: str) -> str:
+        try:
+            card = json.loads((self._store.get(model, verify=False) / "semantide.json").read_text())
+        except (OSError, ValueError):
+            return ""
+        return str(card.get("model_type") or "generator")
+
     def _resolve(self, model: str, catalog: str | None, force: bool) -> Pair:
         trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
         return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
@@ -212,14 +252,20 @@ class Service:
         return lineup
 
     def _look_up(self, users: list[str]) -> dict[str, Events | Exception] | Exception:
+        """Items and actions of what is stored of these users."""
+        found = self._stored(users)
+        if isinstance(found, Exception):
+            return found
+        return {user: events if isinstance(events, Exception) else tuple((event.item, event.action) for event in events) for user, events in found.items()}
+
+    def _stored(self, users: list[str]) -> Mapping[str, list[HistoryEvent] | Corrupt] | Exception:
         """Stored events of these users in one round trip, or why there are none: an explicit history must not wait for a broker that is away."""
         if not users:
             return {}
         if time.monotonic() < self._pause_until:
             return BrokerUnavailable("stored histories cannot be read, the broker is away: try again, or send the `history` along")
         try:
-            found = self._histories.get_many(users)
+            return self._histories.get_many(users)
         except RedisError as error:
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
             return BrokerUnavailable(f"stored histories cannot be read, the broker is away ({error}): try again, or send the `history` along")
-        return {user: events if isinstance(events, Exception) else tuple((event.item, event.action) for event in events) for user, events in found.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from semantide.services.serving.bundle import read_header
 from semantide.services.serving.registry import Candidate, Registry
+from semantide.services.serving.retrieval import LoadedRetriever
 from semantide.services.serving.service import load_and_warm
 from semantide.shared.catalog import Catalog, Lineages
 from semantide.shared.contracts import CatalogReady, ModelTrained
@@ -30,8 +31,14 @@ def _newest(room: Room, catalog: str, tokenizer: str) -> str:
 @handler(ModelTrained)
 def keep_candidate(message: ModelTrained, room: Room) -> None:
     """Register a trained model; promote it when its job asked for that, once."""
-    header = read_header(room.store.get(message.model))
     registry = Registry(room.broker)
+    if message.catalog is None:
+        if message.promote and registry.read().retriever != message.model:
+            LoadedRetriever.load(room.store, message.model)
+            registry.retrieve(message.model)
+            logger("serving").info("retriever promoted", model=message.model, job=message.job_id)
+        return
+    header = read_header(room.store.get(message.model))
     candidate = Candidate(
         model=message.model,
         catalog=_newest(room, message.catalog, str(header["tokenizer_digest"])),

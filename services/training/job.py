@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,17 +17,21 @@ import torch
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
+from semantide.services.training.heartbeat import Heartbeat, Watch
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
+from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
 from semantide.services.training.trainer import Listener, RunState, Trainer
+from semantide.services.training.world import World
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
+from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.item_table import LocalTable
@@ -36,7 +42,9 @@ from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
+from semantide.shared.telemetry import logger
 
+_PATIENCE_SECONDS = 60.0
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
@@ -49,7 +57,7 @@ def run(job: JobContext) -> JobOutcome:
 
 
 def train(job: JobContext) -> JobOutcome:
-    """Train the recipe's model and store it with all that serving it needs.
+    """Train the recipe's model, by several processes where ``processes`` says so, and store it with all that serving it needs.
 
     Raises: BadData for a wrong config, Conflict for a catalog without the data set's items, PermanentError when the loss is not a number.
     """
@@ -57,35 +65,94 @@ def train(job: JobContext) -> JobOutcome:
     promote = changes.pop("promote", False)
     if not isinstance(promote, bool):
         raise BadData(f"config promote is {promote!r}: give true or false")
+    processes = _processes(changes.pop("processes", job.settings.training_processes))
     config = recipe(job.spec.recipe or "small", changes)
+    if processes > 1 and config.epochs and "RANK" not in os.environ:
+        return _by_ranks(job, processes)
+    # Longer than the watch waits: it knows which rank hangs.
+    world = World.join(timeout_seconds=job.settings.training_timeout_seconds + _PATIENCE_SECONDS, clock=time.monotonic)
+    heartbeat = Heartbeat(job.workdir / "beats", world.rank) if world.size > 1 else None
+    try:
+        return _train(job, config, promote, world, heartbeat)
+    finally:
+        if heartbeat is not None:
+            heartbeat.close()
+        world.close()
+
+
+def _processes(said: Any) -> int:
+    if isinstance(said, bool) or not isinstance(said, int) or said < 0:
+        raise BadData(f"config processes is {said!r}: give a whole number, or 0 for one per accelerator")
+    return said or max(1, torch.accelerator.device_count())
+
+
+def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
+    """The job in several processes, all of which start again when one is lost."""
+    log = logger("training")
+
+    def lost(attempt: int, how: str) -> None:
+        log.warning("a rank was lost, all start again from the last checkpoint", job=job.id, attempt=attempt, how=how)
+        forget_ranks(job.workdir)
+
+    job.check_cancelled()
+    forget_ranks(job.workdir)
+    command = [sys.executable, "-m", "semantide.services.local", "rank", job.id]
+    watch = Watch(job.workdir / "beats", job.settings.training_timeout_seconds, time.time)
+    launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
+    outcome = rank_outcome(job.workdir)
+    for folder in ("checkpoints", "model", "ranks", "beats"):
+        job.discard(job.workdir / folder)
+    return outcome
+
+
+def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
-    device = _device()
     torch.manual_seed(job.spec.seed)
-    model, objective, ranker = _assemble(config, dataset, catalog, job, device)
+    model, objective, ranker = _assemble(config, dataset, catalog, job, world)
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
-    def tick(done: int, total: int) -> None:
+    def check() -> None:
+        if heartbeat is not None:
+            heartbeat.beat()
         job.check_cancelled()
-        job.progress(done, total, "users", "validating")
+
+    def tick(done: int, total: int) -> None:
+        check()
+        if world.leads:
+            job.progress(done, total, "users", "validating")
 
     def validate() -> dict[str, float]:
-        figures = evaluate(ranker, valid, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, tick=tick)
-        return {name: figures[name] for name in ("ndcg@10", "hr@10")}
+        # Every rank ranks for its share of the users.
+        mine = valid[world.rank :: world.size]
+        figures = evaluate(ranker, mine, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, tick=tick)
+        names = ("ndcg@10", "hr@10")
+        if world.size == 1:
+            return {name: figures[name] for name in names}
+        sums = world.all_reduce_sum(torch.tensor([len(mine), *(len(mine) * figures.get(name, 0.0) for name in names)], dtype=torch.float64))
+        return {name: float(total / sums[0]) for name, total in zip(names, sums[1:], strict=True)}
 
+    listener = Listener(time.monotonic, check_cancelled=check)
+    if world.leads:
+        listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     trainer = Trainer(
         config,
         objective,
         Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times()),
         validate if valid else None,
-        Listener(time.monotonic, job.progress, lambda step, values: job.metric(step, **values), job.check_cancelled),
+        listener,
         job.workdir / "checkpoints",
         seed=job.spec.seed,
         identity=json.dumps(job.spec.inputs, sort_keys=True),
+        world=world,
     )
     # Without epochs, a checkpoint that is trained already is measured and stored as it is.
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
+    if heartbeat is not None:
+        heartbeat.close()
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
+    if not world.leads:
+        return JobOutcome()
     metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
@@ -111,6 +178,8 @@ def train(job: JobContext) -> JobOutcome:
     (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
     (folder / "training.json").write_text(json.dumps({"losses": state.losses, "validations": state.validations}))
     ref = job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
+    if config.model_type == "retriever":
+        job.send(ModelTrained(job_id=job.id, model=ref, promote=promote))
     if catalog is not None:
         job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
     job.discard(job.workdir / "checkpoints")
@@ -187,14 +256,15 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, device: torch.device) -> tuple[Any, Any, Ranker]:
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World) -> tuple[Any, Any, Ranker]:
+    device = world.device
     if config.model_type == "retriever":
         shape = replace(config.retriever, max_items=config.max_items)
         retriever = Retriever(shape).to(device)
         table = LocalTable(len(dataset.item_ids), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
         counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
         ranker = RetrieverRanker(retriever, lambda: table.weight_ND, np.arange(len(dataset.item_ids)), config.max_items)
-        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job)), ranker
+        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job, world.leads)), ranker
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
@@ -221,7 +291,7 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
     )
 
 
-def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext) -> BatchNegatives:
+def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:
     """What the retriever's targets are compared with: drawn here, or with ``ahead`` by the negatives room."""
     mix, ahead = mix_of(config), config.negatives.ahead
     catalog = _input(job, "catalog") if mix is not None and mix.prefix else None
@@ -240,6 +310,7 @@ def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobCo
         clock=time.monotonic,
         pause=time.sleep,
         wait_seconds=job.settings.negatives_wait_seconds if ahead else 0.0,
+        leader=leads,
     )
     return BatchNegatives.of(config, counts_N, codes_NL, shards)
 

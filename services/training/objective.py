@@ -70,6 +70,10 @@ class Objective(Protocol):
         """The ids of each table that the batch needs, negatives included: called ahead of the step, on the CPU, while the batch is loaded."""
         ...
 
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """``LossSum.counts_K`` of a batch before its loss is known: ranks add theirs up ahead of the step."""
+        ...
+
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows]) -> LossSum:
         """The loss of a batch with the rows that were drawn for it."""
         ...
@@ -91,6 +95,11 @@ class NextToken:
         """Nothing: the codes' embeddings are the model's own."""
         return {}
 
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """Every place of every level, and one repeat a history where they are unlearned."""
+        probes = [len(batch)] if self._repeat_weight else []
+        return torch.tensor([len(batch.items.values)] * self.model.vocabulary.levels + probes, device=batch.items.values.device)
+
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows] | None = None) -> LossSum:
         """The loss of each level [L], then that of repeats where they are unlearned."""
         items, vocabulary = batch.items, self.model.vocabulary
@@ -108,7 +117,7 @@ class NextToken:
         probe = None
         if probes_T is not None:
             last, counts_TK = vocabulary.levels - 1, seen[-1]
-            logits_BK = self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]).float()
+            logits_BK = _wide(self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]))
             code_B1 = (targets_TL[probes_T, last] - vocabulary.first(last)).unsqueeze(-1)
             # -log(1 - p), with 1 - p as the sum of the other codes: stable where p is nearly 1.
             others_B = logits_BK.scatter(1, code_B1, -torch.inf).logsumexp(-1)
@@ -117,19 +126,18 @@ class NextToken:
             seen = [None if counts_TK is None else counts_TK[~probes_T] for counts_TK in seen]
         sums_L = torch.stack([
             F.cross_entropy(
-                self.model.logits(hidden_TLD[:, level], level, seen[level]).float(),
+                _wide(self.model.logits(hidden_TLD[:, level], level, seen[level])),
                 targets_TL[:, level] - vocabulary.first(level),
                 label_smoothing=self._smoothing,
                 reduction="sum",
             )
             for level in range(vocabulary.levels)
         ])  # fmt: skip
-        counts_L = torch.full_like(self._weights_L, len(targets_TL), dtype=torch.int64)
         if probe is None:
-            return LossSum(sums_L, counts_L, self._weights_L)
+            return LossSum(sums_L, self.counts(batch), self._weights_L)
         return LossSum(
             torch.cat([sums_L, probe.unsqueeze(0)]),
-            torch.cat([counts_L, counts_L.new_tensor([len(items)])]),
+            self.counts(batch),
             torch.cat([self._weights_L, self._weights_L.new_tensor([self._repeat_weight])]),
         )
 
@@ -146,12 +154,16 @@ class NextItem:
         """Nothing: the items' embeddings are the model's own."""
         return {}
 
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """Every item."""
+        return batch.items.offsets_B1[-1:]
+
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows] | None = None) -> LossSum:
         """One part: the next item."""
         items = batch.items
         hidden_TD = self.model(shifted(items.values, items.offsets_B1, -1), items.offsets_B1)
         total = self.model.loss(hidden_TD, items.values, self._negatives, self._smoothing, reduction="sum")
-        return LossSum(total.unsqueeze(0), items.offsets_B1[-1:], torch.ones(1, device=total.device))
+        return LossSum(total.unsqueeze(0), self.counts(batch), torch.ones(1, device=total.device))
 
 
 def with_probes(batch: Jagged) -> tuple[Jagged, Tensor]:
@@ -177,3 +189,8 @@ def shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
     inputs_T = values_T.roll(1)
     inputs_T[offsets_B1[:-1]] = begin
     return inputs_T
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32: a sum of many exponentials loses too much in shorter types."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

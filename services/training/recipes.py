@@ -66,7 +66,11 @@ class TrainConfig:
     skip_rate: float = 0.0
     """Share of items left out of each history, drawn anew each epoch."""
     items_per_batch: int = 1024
-    """Items in a batch, all sequences together; none is padded."""
+    """Items in a batch of all processes together; none is padded. However many processes share it, a step computes the same."""
+    balance: Literal["cost", "count"] = "cost"
+    """How several processes share a batch: so that all need the same time, or by numbers of histories."""
+    attention_cost: float = 0.0
+    """A history of n items costs n + this x n^2. 0: fitted to measured step times, which makes sums round differently from run to run."""
 
     codebook_share: float = 0.0
     """Generator: share of the tokenizer's code vectors in the first embeddings. 0: they begin at random."""
@@ -104,6 +108,13 @@ class TrainConfig:
     ema: float = 0.0
     """Decay of the running average of weights that is validated and kept. 0: the weights themselves."""
 
+    batches_in_flight: int = 6
+    """How many batches are on their way through the stages of a step at once. 1: every stage waits for the one before."""
+    staleness: int = 0
+    """Tables: how many of the latest updates the rows of a step have not seen. 0: none, and no update is hidden behind computing."""
+    sync_steps: int = 1000
+    """First steps, in which rows miss no update whatever ``staleness`` says."""
+
     epochs: int = 30
     """0: a checkpoint that knows the catalog's codes is stored as it is."""
     evaluate_every: int = 1
@@ -120,8 +131,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 10_000_000), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
+            ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 1 << 40), ("attention_cost", 0, 1e6), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
             ("negative_power", 0, 2), ("learning_rate", 0, 10), ("table_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("batches_in_flight", 1, 64), ("staleness", 0, 2), ("sync_steps", 0, 1 << 30),
             ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 0, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
         ):  # fmt: skip
@@ -134,6 +146,7 @@ class TrainConfig:
             ("negative_scope", ("batch", "target")),
             ("table_optimiser", ("adam", "adagrad")),
             ("crop", ("last", "random", "mixed", "cover")),
+            ("balance", ("cost", "count")),
             ("dtype", ("auto", "float32", "bfloat16")),
         ):
             if getattr(self, name) not in choices:

@@ -41,6 +41,10 @@ class NextItemSampled:
         items_T = batch.items.values.cpu()
         return {ITEMS: torch.cat([items_T, torch.arange(self._num_items) if self._all else self._negatives.draw(batch, generator)])}
 
+    def counts(self, batch: HistoryBatch) -> Tensor:
+        """Every item."""
+        return batch.items.offsets_B1[-1:]
+
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows]) -> LossSum:
         """One part: the next item."""
         items, config, found = batch.items, self._config, rows[ITEMS]
@@ -66,7 +70,7 @@ class NextItemSampled:
                 **self._negatives.arguments(items.values, found.ids_U[others], others),
             )
             total = losses_T.sum()
-        return LossSum(total.unsqueeze(0), items.offsets_B1[-1:], torch.ones(1, device=total.device))
+        return LossSum(total.unsqueeze(0), self.counts(batch), torch.ones(1, device=total.device))
 
     def hidden(self, batch: HistoryBatch, vectors_UD: Tensor, inverse_T: Tensor) -> Tensor:
         """States from which each item of the batch is predicted: those of the place before it."""

@@ -1,27 +1,42 @@
 """The training loop: batch, step, validate, keep the best, and be able to go on from any kill.
 
 A resumed run computes bit for bit what the uninterrupted one would have: parameters, optimiser, average, random numbers, and the sampler's
-place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed.
+place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed. Of several processes each takes its share of
+every batch; gradients are summed and divided by the targets of all, so a step is the one that a single process would make. What surrounds the
+computing of a step (loading, the tables' rows and their updates) is the pipeline's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from semantide.services.training.batches import HistoryBatch, Sampler
-from semantide.services.training.checkpoint import Checkpoints
-from semantide.services.training.objective import Objective, TableRows
+from semantide.services.training.batches import Epoch, Sampler
+from semantide.services.training.checkpoint import Checkpoints, Deal
+from semantide.services.training.fence import Staleness
+from semantide.services.training.flight import Flight
+from semantide.services.training.gradients import GradientSum
+from semantide.services.training.load_balancing import CostModel, Shares, StepTimes
+from semantide.services.training.objective import Objective
+from semantide.services.training.occupancy import Occupancy
 from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
+from semantide.services.training.pipeline import Pipeline
 from semantide.services.training.recipes import TrainConfig
-from semantide.shared.errors import Conflict, JobCancelled, PermanentError
+from semantide.services.training.world import World
+from semantide.shared.errors import Conflict, JobCancelled, PermanentError, RankLost, SemantideError
+
+_FITS = tuple(16 * 4**power for power in range(12))
+"""Steps after which several processes fit their cost model anew."""
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 @dataclass
@@ -37,6 +52,8 @@ class RunState:
     best_epoch: int = -1
     waited: int = 0
     finished: bool = False
+    alpha: float = 0.0
+    """Of the cost model that processes share batches by; 0 until it is known."""
 
 
 @dataclass(frozen=True)
@@ -64,102 +81,193 @@ class Trainer:
         seed: int,
         identity: str = "",
         checkpoint_seconds: float = 20.0,
+        world: World | None = None,
     ) -> None:
         self.config, self.objective, self.sampler, self.validate, self.listener = config, objective, sampler, validate, listener
         self.model: nn.Module = objective.model
         self.state = RunState()
         self._seed, self._identity, self._checkpoint_seconds = seed, identity, checkpoint_seconds
-        self._checkpoints = Checkpoints(checkpoints)
         self._optimisers = build_optimisers(self.model, config)
         self._names = [name for name, _ in self.model.named_parameters()]
         self._parameters = [parameter for _, parameter in self.model.named_parameters()]
+        self._world = world or World.single(self._parameters[0].device)
+        for parameter in self._parameters:
+            self._world.broadcast(parameter.detach())
         self._average = [parameter.detach().clone() for parameter in self._parameters] if config.ema else None
         self._best: list[Tensor] | None = None
         self._best_tables: dict[str, dict[str, Tensor]] = {}
+        self._on_the_way: dict[str, Tensor] = {}
+        self._occupancy = Occupancy()
         self._device = self._parameters[0].device
         self._saved_at = 0.0
+        self._loading = self._world.channel()
+        self._checkpoints = Checkpoints(checkpoints, self._world)
+        self._deals = _deals(objective)
+        self._gradients = GradientSum(self._world, self._parameters)
+        self._times = StepTimes()
 
     def run(self) -> RunState:
         """Train until the epochs are over or validation has not improved for ``patience`` times.
 
         Raises: JobCancelled, PermanentError when the loss is not a number, Conflict when the checkpoints are another run's.
         """
+        try:
+            return self._run()
+        except RankLost:
+            raise  # a checkpoint that is being written waits for the rank that is gone
+        except Exception:
+            # What is being written is the last good one: this run's own end must not cut it off.
+            with suppress(SemantideError):
+                self._checkpoints.wait()
+            raise
+
+    def _run(self) -> RunState:
         torch.manual_seed(self._seed)
         self._restore()
-        state, config = self.state, self.config
+        state = self.state
         self._saved_at = self.listener.clock()
         while not state.finished:
             epoch = self.sampler.epoch(state.epoch)
             self.model.train()
-            mark, tokens = self.listener.clock(), 0
-            while state.batch < len(epoch):
-                try:
-                    self.listener.check_cancelled()
-                except JobCancelled:
-                    self._save()
-                    raise
-                share = rate_share(config, state.step, (state.epoch + state.batch / len(epoch)) / config.epochs)
-                batch = epoch.batch(state.batch)
-                tokens += len(batch.items.values) * self.objective.tokens_per_item
-                parts = self._train_on(batch, share)
-                state.batch += 1
-                state.step += 1
-                if state.step % config.log_every == 0:
-                    seconds = max(self.listener.clock() - mark, 1e-9)
-                    values = {"loss": state.losses[-1], "lr": config.learning_rate * share, "tokens_per_second": tokens / seconds}
-                    self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
-                    mark, tokens = self.listener.clock(), 0
-                self.listener.progress(state.epoch + state.batch / len(epoch), config.epochs, "epochs", "training")
-                if self.listener.clock() - self._saved_at >= self._checkpoint_seconds:
-                    self._save()
+            self._run_epoch(epoch)
             self._end_epoch()
             self._save()
+        self._checkpoints.wait()
         if self._best is not None:
             self._put(self._best)
-            for name, table in self.objective.tables.items():
-                table.load(self._best_tables[name])
+            for name, kept in self._best_tables.items():
+                self.objective.tables[name].load(kept)
         elif self._average is not None:
             self._put(self._average)
         self.model.eval()
         return state
 
-    def _train_on(self, batch: HistoryBatch, share: float) -> list[float]:
-        tables, routes, rows = self.objective.tables, {}, {}
-        if tables:
-            # What is drawn depends on seed and step alone, whoever draws it and when.
-            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self.state.step) % (1 << 63))
-            for name, ids in self.objective.draw(batch, generator).items():
-                routes[name] = tables[name].route(ids)
-                fetched = tables[name].fetch(routes[name]).to(self._device).requires_grad_()
-                rows[name] = TableRows(routes[name].ids_U.to(self._device), fetched, routes[name].inverse_T.to(self._device))
-        batch = batch.to(self._device)
+    def _run_epoch(self, epoch: Epoch) -> None:
+        state, config = self.state, self.config
+        shares = Shares(self._loading, epoch, self._costs(), self.objective.counts, first=state.batch, balanced=config.balance == "cost")
+        start = state.step - state.batch
+        pipeline = Pipeline(
+            self.objective,
+            lambda step: shares[step - start],
+            self._device,
+            start=start,
+            first=state.step,
+            end=start + len(epoch),
+            seed=self._seed,
+            in_flight=config.batches_in_flight,
+            staleness=Staleness(config.staleness, config.sync_steps),
+            kept=self._on_the_way,
+            clock=self.listener.clock,
+            occupancy=self._occupancy,
+        )
+        try:
+            with pipeline:
+                self._run_batches(pipeline, shares, len(epoch))
+        finally:
+            shares.close()
+        self._on_the_way = {}
+
+    def _run_batches(self, pipeline: Pipeline, shares: Shares, num_batches: int) -> None:
+        state, config, clock = self.state, self.config, self.listener.clock
+        mark, tokens = clock(), 0
+        self._occupancy.report(1.0)
+        while state.batch < num_batches:
+            cancelled = self._cancelled()
+            if cancelled is not None and self._world.size == 1:
+                self._save(pipeline)
+                self._checkpoints.wait()
+                raise cancelled
+            rate = rate_share(config, state.step, (state.epoch + state.batch / num_batches) / config.epochs)
+            with _Memory(self._world.rank, state.step, config.items_per_batch):
+                flight = pipeline.take()
+                parts, stop, save = self._train_on(flight, rate, cancelled is not None)
+            tokens += flight.share.num_items * self.objective.tokens_per_item
+            pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
+            state.batch += 1
+            state.step += 1
+            if state.step % config.log_every == 0:
+                seconds = max(clock() - mark, 1e-9)
+                values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
+                values |= self._occupancy.report(seconds)
+                if self._world.size > 1:
+                    values |= {"imbalance": flight.share.imbalance}
+                self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
+                mark, tokens = clock(), 0
+            self.listener.progress(state.epoch + state.batch / num_batches, config.epochs, "epochs", "training")
+            if self._world.size > 1 and state.step in _FITS:
+                # What may be loaded already on some rank is shared out by the old model on all.
+                shares.change(self._costs(), state.batch + pipeline.room + 1)
+            if stop or save:
+                self._save(pipeline)
+            if stop:
+                self._checkpoints.wait()
+                raise cancelled or JobCancelled("another rank was asked to stop")
+
+    def _cancelled(self) -> JobCancelled | None:
+        try:
+            self.listener.check_cancelled()
+        except JobCancelled as error:
+            return error
+        return None
+
+    def _train_on(self, flight: Flight, rate: float, cancelled: bool) -> tuple[list[float], bool, bool]:
+        """One step; the loss's parts, and whether any rank wants to stop or the first to save."""
+        world, share, batch = self._world, flight.share, flight.batch
         for optimiser in self._optimisers:
-            set_rate(optimiser, share)
+            set_rate(optimiser, rate)
             optimiser.zero_grad(set_to_none=True)
-        with self._autocast():
-            sums = self.objective.loss(batch, rows)
-            loss, parts = sums.total(), sums.parts_K().detach()
-        value = float(loss.detach())
-        loss.backward()
+        if world.size > 1:
+            # Drawn anew for each step and rank, so that going on needs no rank's past and works with any number of ranks.
+            torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step, world.rank]).generate_state(1)[0]))
+        began, exchanging = self.listener.clock(), world.traffic.seconds
+        self._gradients.begin()
+        counts_K = None if share.counts_K is None else share.counts_K.to(self._device)
+        loss: Tensor | None = None
+        if len(batch) or counts_K is None:
+            with self._autocast():
+                sums = self.objective.loss(batch, flight.rows)
+                loss, parts_K = sums.total(counts_K), sums.parts_K(counts_K).detach()
+            value = float(loss.detach())
+        else:
+            parts_K, value = torch.zeros(len(counts_K), device=self._device), 0.0
+        save = self.listener.clock() - self._saved_at >= self._checkpoint_seconds and world.leads
+        told = world.start_all_reduce_sum(torch.tensor([value, cancelled, save, *parts_K.tolist()], dtype=torch.float64)) if world.size > 1 else None
+        if loss is not None:
+            loss.backward()
+        if world.size > 1 and self._times.wanted:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
+            self._times.add(batch.items.lengths_B, self.listener.clock() - began)
+        self._gradients.finish()
+        stop, parts = False, [float(part) for part in parts_K]
+        if told is not None:
+            value, stopping, saving, *parts = told.wait().tolist()
+            stop, save = stopping > 0, saving > 0
         norm = float(nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True))
-        if not (math.isfinite(value) and math.isfinite(norm)):
+        rows_finite = all(math.isfinite(float(rows.vectors_UD.grad.sum())) for rows in flight.rows.values() if rows.vectors_UD.grad is not None)
+        if not (math.isfinite(value) and math.isfinite(norm) and rows_finite):
             kept = self._checkpoints.folder
             raise PermanentError(
-                f"at step {self.state.step} (epoch {self.state.epoch}) the loss is {value} and the gradient's norm {norm}: lower learning_rate (now "
+                f"at step {self.state.step} (epoch {self.state.epoch}) the loss is {value} and the gradient's norm {norm if rows_finite else math.nan}: lower learning_rate (now "
                 f"{self.config.learning_rate}) or raise warmup_steps; the last good checkpoint stays in {kept}"
             )
         for optimiser in self._optimisers:
             optimiser.step()
-        for name, route in routes.items():
-            gradients = rows[name].vectors_UD.grad
-            assert gradients is not None
-            tables[name].update(route, gradients, (self.config.table_rate or self.config.learning_rate) * share)
         self.state.losses.append(value)
         if self._average is not None:
             # The average of a young run is the plain mean: its first weights are no better than noise.
             decay = min(self.config.ema, (self.state.step + 1) / (self.state.step + 11))
             torch._foreach_lerp_(self._average, [parameter.detach() for parameter in self._parameters], 1 - decay)
-        return [float(part) for part in parts]
+        self._occupancy.worked("dense", self.listener.clock() - began)
+        self._occupancy.exchanged(world.traffic.seconds - exchanging)
+        return parts, stop, save
+
+    def _costs(self) -> CostModel:
+        """The cost model of this epoch, the same on every rank."""
+        if self.config.attention_cost or self._world.size == 1:
+            return CostModel(self.config.attention_cost)
+        self.state.alpha = self._times.fit(self._world, CostModel(self.state.alpha)).alpha
+        return CostModel(self.state.alpha)
 
     def _end_epoch(self) -> None:
         state, config = self.state, self.config
@@ -173,8 +281,8 @@ class Trainer:
             self.model.eval()
             figures = self.validate()
             candidate = [parameter.detach().clone() for parameter in self._parameters]
-            tables = {name: {key: tensor.clone() for key, tensor in table.state().items()} for name, table in self.objective.tables.items()}
             self._put(current)
+            tables = {name: {key: tensor.clone() for key, tensor in table.state().items()} for name, table in self.objective.tables.items()}
             state.validations.append({"epoch": state.epoch, "step": state.step, **figures})
             self.listener.metric(state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch})
             if figures["ndcg@10"] > state.best:
@@ -196,9 +304,7 @@ class Trainer:
             parameter.copy_(value)
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self._device)
+        tensors: dict[str, Tensor] = {}
         for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             tensors[f"model.{name}"] = parameter
             for optimiser in self._optimisers:
@@ -212,17 +318,26 @@ class Trainer:
             tensors |= {f"best_table.{name}.{key}": tensor for key, tensor in self._best_tables.get(name, {}).items()}
         return tensors
 
-    def _save(self) -> None:
-        self._checkpoints.save(
-            self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
-        )
+    def _own(self) -> dict[str, Tensor]:
+        """What this rank alone has."""
+        own = {"random.cpu": torch.get_rng_state()} | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        return own | ({"random.cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
+
+    def _save(self, pipeline: Pipeline | None = None) -> None:
+        if pipeline is not None:
+            pipeline.settle()
+            self._on_the_way = pipeline.on_the_way()
+        began = self.listener.clock()
+        state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+        self._checkpoints.save(self.state.step, self._tensors(), state, own=self._own(), deals=self._deals)
+        self.listener.metric(self.state.step, {"checkpoint_stall_seconds": self.listener.clock() - began})
         self._saved_at = self.listener.clock()
 
     def _restore(self) -> None:
-        found = self._checkpoints.latest()
+        found = self._checkpoints.latest(self._deals)
         if found is None:
             return
-        tensors, saved = found
+        tensors, saved = found.tensors, found.state
         if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
             raise Conflict(
                 f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
@@ -243,9 +358,37 @@ class Trainer:
             table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
             if self._best is not None:
                 self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors and self._device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random.cuda"], self._device)
+        self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in found.own.items() if name.startswith("on_the_way.")}
+        if "random.cpu" in found.own:
+            torch.set_rng_state(found.own["random.cpu"])
+        else:
+            # Another number of ranks than before: nobody's random numbers go on, and none come a second time.
+            torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step]).generate_state(1)[0]))
+        if "random.cuda" in found.own and self._device.type == "cuda":
+            torch.cuda.set_rng_state(found.own["random.cuda"], self._device)
+
+
+class _Memory:
+    """Tells of memory that ran out with the numbers that decide how much is needed."""
+
+    def __init__(self, rank: int, step: int, items_per_batch: int) -> None:
+        self._rank, self._step, self._items = rank, step, items_per_batch
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)):
+            raise PermanentError(
+                f"rank {self._rank} ran out of memory at step {self._step} ({error}): lower items_per_batch (now {self._items}) or max_items, or train with "
+                "more processes on more machines; the last good checkpoint stays"
+            ) from error
+
+
+def _deals(objective: Objective) -> dict[str, Deal]:
+    """Which tensors are this rank's rows of tables over several ranks."""
+    dealt = {name: table.shards for name, table in objective.tables.items() if hasattr(table, "shards")}
+    return {f"{kind}.{name}.": Deal(shards.rank, shards.size) for name, shards in dealt.items() for kind in ("table", "best_table")}
 
 
 def _plain(config: TrainConfig) -> Any:

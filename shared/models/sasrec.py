@@ -111,11 +111,11 @@ class SASRec(nn.Module):
     ) -> Tensor:
         """Softmax cross entropy over all items, or over the target and ``num_negatives`` uniform samples that the batch shares."""
         if num_negatives == 0 or num_negatives >= self.config.num_items:
-            return F.cross_entropy(self.logits(hidden_TD).float(), targets_T, label_smoothing=label_smoothing, reduction=reduction)
+            return F.cross_entropy(_wide(self.logits(hidden_TD)), targets_T, label_smoothing=label_smoothing, reduction=reduction)
         negatives_S = torch.randint(self.config.num_items, (num_negatives,), device=hidden_TD.device)
-        positive_T = (hidden_TD * self.items(targets_T)).sum(-1).float()
+        positive_T = _wide((hidden_TD * self.items(targets_T)).sum(-1))
         # The sampled sum stands for that over all items, so each sample weighs N / S.
-        negative_TS = (hidden_TD @ self.items(negatives_S).T).float() + math.log(self.config.num_items / num_negatives)
+        negative_TS = _wide(hidden_TD @ self.items(negatives_S).T) + math.log(self.config.num_items / num_negatives)
         negative_TS = negative_TS.masked_fill(targets_T.unsqueeze(-1) == negatives_S, -math.inf)
         loss_T: Tensor = torch.logaddexp(positive_T, negative_TS.logsumexp(-1)) - positive_T
         return loss_T.sum() if reduction == "sum" else loss_T.mean()
@@ -140,3 +140,8 @@ class SASRec(nn.Module):
             raise Corrupt(f"{folder}/config.json: {error}: a field is missing or out of range; copy the model folder again") from error
         fill(model, read_weights(folder), folder)
         return model.eval()
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32: a sum of many exponentials loses too much in shorter types."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -1,4 +1,4 @@
-"""Recommendation quality on public data: popularity, SASRec with a softmax loss, and the generator with our and with published ids.
+"""Recommendation quality on public data: popularity, SASRec with a softmax loss, the retriever (HSTU, FuXi-alpha), and the generator with our and with published ids.
 
 Protocol: leave-one-out, the validation item is part of the input at test time, full ranking over all items, the epoch is chosen by validation
 NDCG@10. Every row is given with the seen-item filter off and on. Runs at the same time share the cores.
@@ -34,15 +34,19 @@ from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import cases_of, evaluate
 from semantide.services.training.initialisation import FloatArray, begin_at_codebooks, centroids
 from semantide.services.training.objective import NextItem, NextToken, Objective
-from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, SASRecRanker
+from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
+from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.brute_force import score_every_item
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.popularity import Popularity
+from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.models.tokenizer import TokenizerConfig
 from semantide.shared.trie import Trie
@@ -50,6 +54,7 @@ from semantide.shared.version import code_version
 
 KS = (5, 10, 50)
 BEAM_WIDTH = 50
+MODELS = ("generator", "letter", "sasrec", "retriever", "fuxi")
 
 _BEAUTY_SHAPE = {
     "seen_bias": True,
@@ -80,7 +85,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "max_items": 50, "items_per_batch": 1024, "learning_rate": 3e-3, "num_negatives": 1500, "weight_decay": 0.0, "epochs": 27, "patience": 4,
             "evaluate_every": 3, "valid_users": 3000, "warmup_steps": 0,
         },
+        "retriever": {
+            "retriever": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.3, "embedding_dropout": 0.3, "time_buckets": 0, "initializer_range": 0.05},
+            "max_items": 50, "items_per_batch": 1024, "learning_rate": 2e-3, "num_negatives": 1500, "epochs": 27, "patience": 4,
+            "evaluate_every": 3, "valid_users": 3000, "warmup_steps": 100,
+        },
         "bounds": {
+            ("retriever", 10, True): ("HSTU, eSASRec's run, filtered", 0.0788, 0.0921, 0.0439, 0.0531),
             ("generator", 10, False): ("TIGER as published", 0.0648, 0.0809, 0.0384, 0.0464),
             ("generator", 10, True): ("SASRec tuned by eSASRec, filtered", 0.0921, 0.0921, 0.0531, 0.0531),
             ("letter", 10, False): ("LETTER-TIGER reproduced", 0.067, 0.067, 0.036, 0.036),
@@ -101,14 +112,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "max_items": 200, "crop": "cover", "items_per_batch": 3200, "learning_rate": 1.5e-3, "weight_decay": 0.01, "epochs": 10, "patience": 4,
             "evaluate_every": 1, "valid_users": 2000, "warmup_steps": 200,
         },
-        "bounds": {("generator", 10, False): ("SASRec, sampled softmax", 0.2853, 0.3294, 0.1603, 0.1893)},
+        "retriever": {
+            "retriever": {"hidden_size": 128, "num_layers": 3, "num_heads": 2, "dropout": 0.2, "embedding_dropout": 0.2, "time_buckets": 0, "initializer_range": 0.02},
+            "max_items": 200, "crop": "cover", "items_per_batch": 3200, "learning_rate": 1.5e-3, "num_negatives": 0, "epochs": 30, "patience": 5,
+            "evaluate_every": 1, "valid_users": 2000, "warmup_steps": 200,
+        },
+        "bounds": {
+            ("generator", 10, False): ("SASRec, sampled softmax", 0.2853, 0.3294, 0.1603, 0.1893),
+            ("retriever", 10, False): ("HSTU / HSTU-large as published", 0.295, 0.3294, 0.165, 0.1893),
+        },
     },
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train and measure; ``codes`` and ``codebooks`` are None for SASRec."""
+    """One model to train and measure; ``codes`` and ``codebooks`` are None for SASRec and the retriever."""
 
     name: str
     seed: int
@@ -122,6 +141,12 @@ def assemble(dataset: Dataset, run: Run, beam_width: int) -> tuple[Objective, Ra
     """The objective with a fresh model, and the ranker of that model."""
     torch.manual_seed(run.seed)
     config, rows = run.config, np.arange(len(dataset.item_ids))
+    if config.model_type == "retriever":
+        shape = replace(config.retriever, max_items=config.max_items)
+        retriever = Retriever(shape)
+        table = LocalTable(len(rows), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
+        counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(rows))
+        return NextItemSampled(retriever, table, counts, config), RetrieverRanker(retriever, lambda: table.weight_ND, rows, config.max_items)
     if run.codes is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(rows), max_items=config.max_items))
         return NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items)
@@ -158,6 +183,7 @@ def train_and_measure(dataset: Dataset, quick: bool, threads: int, run: Run) -> 
     test = cases_of(dataset, "test", 300 if quick else None)
     rows = {seen: evaluate(ranker, test, ks=KS, num_items=items, exclude_seen=seen) for seen in (False, True)}
     parameters = sum(parameter.numel() for parameter in objective.model.parameters())
+    parameters += sum(table.state()["weight"].numel() for table in objective.tables.values())
     return {"name": run.name, "seed": run.seed, "rows": rows, "epochs": state.epoch, "best_epoch": state.best_epoch, "valid_ndcg": state.best,
             "parameters": parameters, "train_seconds": trained, "seconds": time.monotonic() - begin}  # fmt: skip
 
@@ -183,7 +209,7 @@ def same_answer(dataset: Dataset, run: Run) -> bool:
     ranker = GeneratorRanker(generator, Trie.build(run.codes), run.codes, np.arange(len(run.codes)), 20, len(run.codes))
     lists = ranker.rank([case.history for case in cases], 50, exclude_seen=False)
     tokens = generator.vocabulary.item_tokens(run.codes)
-    prompts = Jagged.from_sequences(generator.vocabulary.history_tokens(tokens[case.history[-20:]]) for case in cases)
+    prompts = Jagged.from_sequences(generator.vocabulary.history_tokens(tokens[history_window(case.history, 20)]) for case in cases)
     scores = score_every_item(GeneratorDecoder(generator), run.codes, prompts.values, prompts.offsets_B1)
     return all(np.allclose(np.sort(score)[::-1][:50], score[row]) for score, row in zip(scores, lists, strict=True))
 
@@ -203,6 +229,9 @@ def plan(name: str, dataset: Dataset, folder: Path, seeds: int, quick: bool) -> 
         runs.append(Run("letter", 0, recipe("small", {**settings["letter"], **short}), codes, centroids(table, codes, sizes), sizes))
     config = recipe("small", {**settings["generator"], **short})
     runs += [Run("generator", seed, config, spelled.catalog.codes, books, spelled.catalog.level_sizes) for seed in range(1 if quick else seeds)]
+    for row, base in (("retriever", "retriever-small"), ("fuxi", "fuxi-small")):
+        numbers = {**settings["retriever"], **short, "retriever": {**settings["retriever"]["retriever"], "layer": "hstu" if row == "retriever" else "fuxi"}}
+        runs.append(Run(row, 0, recipe(base, numbers), None, [], ()))
     runs.append(Run("sasrec", 0, recipe("sasrec", {**settings["sasrec"], **short}), None, [], ()))
     return runs
 
@@ -239,7 +268,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--dataset", choices=SETTINGS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=("generator", "letter", "sasrec"), default=["generator", "letter", "sasrec"], help="which rows to train")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["generator", "letter", "sasrec", "retriever"], help="which rows to train")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at the same time; they share the cores")
     parser.add_argument("--quick", action="store_true", help="a few users and one epoch: shows that it works, not how well")
     parser.add_argument("--json", action="store_true")

@@ -125,7 +125,7 @@ def test_kill_9_of_up_leaves_no_orphan_and_up_works_again(up: Callable[..., Up])
     again = up()
     again.wait_ready()
     assert again.run("down").stdout.strip() == "stopped"
-    again.process.wait(30)
+    again.process.wait(120)
     assert again.run("down").stdout.startswith("no stack runs")
 
 

@@ -98,7 +98,7 @@ def test_a_log_that_cannot_be_opened_is_opened_later(room: Any, intake: api.Inta
             time.sleep(0.05)
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(60)
     assert len(tries) == 2
 
 
@@ -190,7 +190,7 @@ def test_background_writes_recovers_and_stops(room: Any, intake: api.Intake, bro
         wait_for(lambda: broker.xlen(STREAM) == 0)
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
     assert not thread.is_alive()
     assert sum(stored(manifest).values()) == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from .world import Server, World, wait_until
 
 @pytest.fixture
 def world(make_room: Callable[[str], Room], tmp_path: Path) -> World:
-    made = World(make_room("serving"), tmp_path / "artifacts")
+    """A room whose requests have all the time that a slow machine takes, so that none is narrowed or late but where a test wants it."""
+    room = make_room("serving")
+    patient = room.settings.model_copy(update={"serving_deadline_seconds": 600.0, "serving_narrowing_seconds": 0.0})
+    made = World(replace(room, settings=patient), tmp_path / "artifacts")
     made.catalog_ref = made.add_catalog()
     return made
 

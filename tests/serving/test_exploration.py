@@ -128,7 +128,8 @@ def test_nothing_is_new_to_a_model_trained_on_the_whole_catalog(exploring, world
 
 def test_nothing_is_explored_under_overload(exploring):
     narrowing = exploring.service.narrowing
-    narrowing.decide(narrowing._wait_seconds * 3)
+    narrowing.__init__(0.2)
+    narrowing.decide(0.6)
     assert narrowing.share < 1
     body = exploring.recommend(history=["i1"], n=20).json()
     assert not any(hit["explored"] for hit in body["items"]) and len(body["items"]) == 20

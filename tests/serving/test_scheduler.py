@@ -11,7 +11,7 @@ from semantide.services.serving.scheduler import Overloaded, Scheduler
 from semantide.services.serving.ticket import Watcher
 from semantide.shared.errors import TransientError
 
-from .jobs import Job, Jobs, held
+from .jobs import PATIENCE, Job, Jobs, held
 from .world import wait_until
 
 
@@ -21,7 +21,7 @@ def started():
     made = []
 
     def start(stages, **options):
-        scheduler = Scheduler(stages, **options)
+        scheduler = Scheduler(stages, clock=stages.clock, **options)
         scheduler.start()
         made.append((scheduler, stages))
         return scheduler
@@ -38,7 +38,7 @@ def test_what_waits_begins_together_within_the_bounds(started):
     futures = [scheduler.submit(Job(str(number))) for number in range(9)]
     wait_until(lambda: len(scheduler._ready) >= 8)
     gate.open()
-    assert [future.result(5)[0] for future in (first, *futures)] == ["answer of first", *(f"answer of {number}" for number in range(9))]
+    assert [future.result(PATIENCE)[0] for future in (first, *futures)] == ["answer of first", *(f"answer of {number}" for number in range(9))]
     assert [names for names, number in stages.log.rounds if number == 0] == [("first",), ("0", "1", "2", "3"), ("4", "5", "6", "7"), ("8",)]
 
 
@@ -49,7 +49,7 @@ def test_groups_are_bounded_by_beams_and_tokens_and_never_mix_families(started):
     wait_until(lambda: len(scheduler._ready) == 6)
     gate.open()
     for future in futures:
-        future.result(5)
+        future.result(PATIENCE)
     groups = [set(names) for names, number in stages.log.rounds if number == 0][1:]
     for group in groups:
         members = [job for job in jobs if job.name in group]
@@ -62,31 +62,38 @@ def test_a_wide_request_lets_narrow_ones_pass_between_its_rounds(started):
     stages = Jobs()
     scheduler = started(stages, bounds=GroupBounds(beams=100))
     for _ in range(30):  # the pace is learned: a row takes a millisecond, more or less
-        scheduler.submit(Job("slow", 2, 1, round_seconds=0.002)).result(5)
+        scheduler.submit(Job("slow", 2, 1, round_seconds=0.002)).result(PATIENCE)
     stages.log.rounds.clear()
+    reached, proceed = threading.Event(), threading.Event()
+    stages.gate = lambda names, number: (names, number) != (("wide",), 0) or reached.set() or proceed.wait(PATIENCE)
     wide = scheduler.submit(Job("wide", 90, 1, rounds=8, round_seconds=0.05))
-    wait_until(lambda: any(names == ("wide",) for names, _ in stages.log.rounds))
+    assert reached.wait(PATIENCE)
     narrow = [scheduler.submit(Job(f"n{number}", 20, 1, round_seconds=0.002)) for number in range(3)]
-    for future in narrow:
-        future.result(5)
-    assert not wide.done()
-    wide.result(5)
+    wait_until(lambda: len(scheduler._ready) == 3)
+    proceed.set()
+    for future in (*narrow, wide):
+        future.result(PATIENCE)
     order = stages.log.order()
     assert order.index("wide:7") > max(place for place, entry in enumerate(order) if entry.startswith("n"))
 
 
 def test_nobody_waits_for_ever(started):
     """Under a steady stream of narrow requests a wide one still gets its turn, and is not the last to be answered."""
-    stages = Jobs()
-    scheduler = started(stages, bounds=GroupBounds(requests=1))
+    narrow = []
+
+    def more(names, number):
+        if number == 0 and not wide.done() and len(narrow) < 5_000:  # whenever one begins, the next is there
+            narrow.append(scheduler.submit(Job("n", round_seconds=0.001)))
+
+    gate, stages, scheduler, first = held(started, bounds=GroupBounds(requests=1))
     wide = scheduler.submit(Job("wide", 50, round_seconds=0.005))
-    narrow, end = [], time.monotonic() + 8
-    while not wide.done() and time.monotonic() < end:
-        narrow.append(scheduler.submit(Job("n", round_seconds=0.001)))
-        time.sleep(0.002)
-    assert wide.done()
+    narrow.append(scheduler.submit(Job("n", round_seconds=0.001)))
+    stages.gate = more
+    gate.open()
+    assert first.result(PATIENCE) and wide.result(PATIENCE)
     for future in narrow:
-        future.result(10)
+        future.result(PATIENCE)
+    assert 1 < len(narrow) < 5_000
 
 
 def test_cancelled_requests_cost_nothing_more(started):
@@ -95,8 +102,8 @@ def test_cancelled_requests_cost_nothing_more(started):
     assert waiting[0].cancel()
     wait_until(lambda: scheduler.depth() == 3)
     gate.open()
-    assert waiting[1].result(5)[0] == "answer of right" and waiting[2].result(5)[0] == "answer of last"
-    assert not any("left" in names for names, _ in stages.log.rounds) and first.result(5)
+    assert waiting[1].result(PATIENCE)[0] == "answer of right" and waiting[2].result(PATIENCE)[0] == "answer of last"
+    assert not any("left" in names for names, _ in stages.log.rounds) and first.result(PATIENCE)
 
 
 def test_a_request_cancelled_mid_step_frees_its_memory_at_the_next_round(started):
@@ -105,22 +112,22 @@ def test_a_request_cancelled_mid_step_frees_its_memory_at_the_next_round(started
     def gate(names, number):
         if "stay" in names and number == 1:
             reached.set()
-            assert proceed.wait(5)
+            assert proceed.wait(PATIENCE)
 
     stages = Jobs(gate)
     hold = threading.Event()
     blocker, scheduler = Job("blocker"), started(stages)
     original = stages.gate
-    stages.gate = lambda names, number: hold.wait(5) if names == ("blocker",) else original(names, number)
+    stages.gate = lambda names, number: hold.wait(PATIENCE) if names == ("blocker",) else original(names, number)
     scheduler.submit(blocker)
     wait_until(lambda: stages.log.rounds)
     stay, leave = scheduler.submit(Job("stay", 10)), scheduler.submit(Job("leave", 500))
     wait_until(lambda: len(scheduler._ready) == 2)
     hold.set()
-    assert reached.wait(5) and stages.pool.in_use_bytes >= 510
+    assert reached.wait(PATIENCE) and stages.pool.in_use_bytes >= 510
     assert leave.cancel()
     proceed.set()
-    assert stay.result(5)[0] == "answer of stay"
+    assert stay.result(PATIENCE)[0] == "answer of stay"
     assert [names for names, number in stages.log.rounds if "stay" in names] == [("stay", "leave")] * 2 + [("stay",)]
 
 
@@ -138,21 +145,21 @@ def test_one_bad_request_fails_alone(started, stage):
     futures = [scheduler.submit(Job(name, fails=stage if name == "bad" else "")) for name in ("x", "bad", "y")]
     wait_until(lambda: len(scheduler._ready) == (2 if stage == "assemble" else 3))
     gate.open()
-    assert first.result(5) and futures[0].result(5)[0] == "answer of x" and futures[2].result(5)[0] == "answer of y"
+    assert first.result(PATIENCE) and futures[0].result(PATIENCE)[0] == "answer of x" and futures[2].result(PATIENCE)[0] == "answer of y"
     with pytest.raises(ValueError, match=r"bad|begin"):
-        futures[1].result(5)
+        futures[1].result(PATIENCE)
 
 
 def test_who_waited_past_the_deadline_is_told_so(started):
     gate, stages, scheduler, first = held(started, deadline_seconds=0.1)
     late = scheduler.submit(Job("late"))
-    time.sleep(0.15)
+    stages.clock.advance(0.15)
     gate.open()
     for future in (first, late):
         with pytest.raises(TransientError, match=r"past its deadline of 0\.1 s"):
-            future.result(5)
+            future.result(PATIENCE)
     assert stages.log.order() == ["first:0"]
-    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
+    assert scheduler.submit(Job("next")).result(PATIENCE)[0] == "answer of next"
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(started):
@@ -165,7 +172,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(started):
     rest.append(scheduler.submit(Job("in place of the one that left")))
     gate.open()
     for future in (first, *rest[1:]):
-        future.result(5)
+        future.result(PATIENCE)
 
 
 def test_a_refusal_looks_through_the_queue_only_when_somebody_left(started, monkeypatch):
@@ -182,7 +189,7 @@ def test_a_refusal_looks_through_the_queue_only_when_somebody_left(started, monk
     for future in waiting:
         future.cancel()
     gate.open()
-    assert looked == [1] and first.result(5)
+    assert looked == [1] and first.result(PATIENCE)
 
 
 def test_memory_is_reserved_before_a_request_begins_and_the_most_urgent_is_not_passed(started):
@@ -191,7 +198,7 @@ def test_memory_is_reserved_before_a_request_begins_and_the_most_urgent_is_not_p
     wait_until(lambda: len(scheduler._ready) == 3)
     gate.open()
     for future in (first, *futures):
-        future.result(5)
+        future.result(PATIENCE)
     assert [names for names, number in stages.log.rounds if number == 0][1:] == [("x",), ("y",), ("z",)]
     assert stages.pool.high_water_bytes <= 1000
 
@@ -199,8 +206,8 @@ def test_memory_is_reserved_before_a_request_begins_and_the_most_urgent_is_not_p
 def test_a_request_that_memory_never_suffices_for_is_refused_and_others_go_on(started):
     scheduler = started(Jobs())
     with pytest.raises(Exception, match="the budget is 1000"):
-        scheduler.submit(Job("huge", 5000)).result(5)
-    assert scheduler.submit(Job("small")).result(5)[0] == "answer of small"
+        scheduler.submit(Job("huge", 5000)).result(PATIENCE)
+    assert scheduler.submit(Job("small")).result(PATIENCE)[0] == "answer of small"
 
 
 def test_what_is_kept_for_the_next_time_delays_and_fails_nobody(started):
@@ -210,7 +217,7 @@ def test_what_is_kept_for_the_next_time_delays_and_fails_nobody(started):
     class Slow(list):
         def extend(self, names):
             remembering.set()
-            assert goes_on.wait(5)
+            assert goes_on.wait(PATIENCE)
             super().extend(names)
 
     stages.remembered = Slow()
@@ -218,10 +225,10 @@ def test_what_is_kept_for_the_next_time_delays_and_fails_nobody(started):
     wait_until(lambda: len(scheduler._ready) == 2)
     first.cancel()
     gate.open()
-    assert [future.result(5)[0] for future in both] == ["answer of x", "answer of y"]
-    assert remembering.wait(5) and stages.remembered == []
+    assert [future.result(PATIENCE)[0] for future in both] == ["answer of x", "answer of y"]
+    assert remembering.wait(PATIENCE) and stages.remembered == []
     goes_on.set()
-    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
+    assert scheduler.submit(Job("next")).result(PATIENCE)[0] == "answer of next"
     wait_until(lambda: stages.remembered == ["x", "y", "next"])
 
 
@@ -229,19 +236,19 @@ def test_a_fault_of_the_scheduler_itself_is_told_to_whoever_waits(started, monke
     scheduler = started(Jobs())
     monkeypatch.setattr(scheduler._pace, "learn", lambda rows, seconds: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        scheduler.submit(Job("x")).result(5)
+        scheduler.submit(Job("x")).result(PATIENCE)
     monkeypatch.undo()
-    assert scheduler.submit(Job("y")).result(5)[0] == "answer of y"
+    assert scheduler.submit(Job("y")).result(PATIENCE)[0] == "answer of y"
     scheduler._running = scheduler._requests_under_way = scheduler._rows_under_way = 0
     scheduler._stages.pool.__init__(1000)
 
 
 def test_who_would_be_too_late_is_refused_at_once_unless_it_is_a_mere_burst(started):
-    gate, _, scheduler, first = held(started, deadline_seconds=1.0, bounds=GroupBounds(requests=1))
+    gate, stages, scheduler, first = held(started, deadline_seconds=1.0, bounds=GroupBounds(requests=1))
     burst = [scheduler.submit(Job("b", 50)) for _ in range(10)]
     wait_until(lambda: len(scheduler._ready) == 2)  # some are assembled, so that what they cost is known
     burst += [scheduler.submit(Job("b", 50)) for _ in range(2_000)]
-    time.sleep(0.3)
+    stages.clock.advance(0.3)
     with pytest.raises(Overloaded, match="requests wait already") as caught:
         scheduler.submit(Job("late", 50))
     assert 1 <= caught.value.retry_after_seconds <= 30
@@ -249,19 +256,19 @@ def test_who_would_be_too_late_is_refused_at_once_unless_it_is_a_mere_burst(star
         future.cancel()
     gate.open()
     wait_until(lambda: first.done() and scheduler.depth() == 0)
-    assert scheduler.submit(Job("next")).result(5)[0] == "answer of next"
+    assert scheduler.submit(Job("next")).result(PATIENCE)[0] == "answer of next"
 
 
 def test_what_has_to_be_searched_again_is(started):
     stages = Jobs()
     scheduler = started(stages)
-    answer, passage = scheduler.submit(Job("x", again=2)).result(5)
+    answer, passage = scheduler.submit(Job("x", again=2)).result(PATIENCE)
     assert answer == "answer of x" and stages.log.order() == ["x:0", "x:1", "x:2"] * 3
     assert passage.seconds("queue") >= 0 and [mark[0] for mark in passage.marks].count("format") == 3
 
 
 def test_the_passage_names_every_stage_in_order(started):
-    _, passage = started(Jobs()).submit(Job("x")).result(5)
+    _, passage = started(Jobs()).submit(Job("x")).result(PATIENCE)
     assert [stage for stage, _, _ in passage.marks] == ["queue", "assemble", "wait", "round 0", "round 1", "round 2", "format"]
     times = [passage.arrived, *(moment for _, begin, end in passage.marks for moment in (begin, end))]
     assert times == sorted(times)
@@ -271,23 +278,28 @@ def test_overload_narrows_stepwise_and_recovers(started):
     stages = Jobs()
     scheduler = started(stages, narrowing=Narrowing(0.02), bounds=GroupBounds(requests=1, beams=10))
     for _ in range(20):
-        scheduler.submit(Job("pace", 10, round_seconds=0.002)).result(5)
+        scheduler.submit(Job("pace", 10, round_seconds=0.002)).result(PATIENCE)
     assert set(stages.log.shares) == {1.0}
     stages.log.shares.clear()
-    for future in [scheduler.submit(Job("many", 10, round_seconds=0.002)) for _ in range(40)]:
-        future.result(10)
+    proceed = threading.Event()
+    stages.gate = lambda names, number: proceed.wait(PATIENCE)
+    many = [scheduler.submit(Job("many", 10, round_seconds=0.002)) for _ in range(40)]
+    wait_until(lambda: len(scheduler._ready) == 2)
+    proceed.set()
+    for future in many:
+        future.result(PATIENCE)
     assert min(stages.log.shares) == 0.25 and stages.log.shares[-1] > 0.25
     for _ in range(5):
-        scheduler.submit(Job("few", 10)).result(5)
+        scheduler.submit(Job("few", 10)).result(PATIENCE)
     assert stages.log.shares[-1] == 1.0
 
 
 def test_several_workers_run_at_once(started):
     together = threading.Barrier(3)
-    stages = Jobs(lambda names, number: together.wait(5) if number == 0 else None)
+    stages = Jobs(lambda names, number: together.wait(PATIENCE) if number == 0 else None)
     scheduler = started(stages, workers=3, bounds=GroupBounds(requests=1))
     for future in [scheduler.submit(Job(str(number))) for number in range(3)]:
-        future.result(5)
+        future.result(PATIENCE)
 
 
 def test_stopping_answers_everything_and_takes_no_more(started):
@@ -330,7 +342,7 @@ def test_a_storm_of_everything_leaves_nothing_behind(started):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     scheduler.stop()
     assert len(futures) == 240 and all(future.done() for future, _ in futures)
     for future, fails in futures:

@@ -141,7 +141,7 @@ def test_a_process_is_ready_when_its_variants_are(world, monkeypatch):
     load, goes_on = service.load_and_warm, threading.Event()
 
     def slow(store, pair, *arguments):
-        assert pair.model != other or goes_on.wait(10)
+        assert pair.model != other or goes_on.wait(60)
         return load(store, pair, *arguments)
 
     monkeypatch.setattr(service, "load_and_warm", slow)

@@ -112,13 +112,13 @@ class Server:
     def __enter__(self) -> Server:
         self._thread.start()
         wait_until(lambda: self._server.started)
-        self.client = httpx.Client(base_url=self.url, headers=self.headers, timeout=30)
+        self.client = httpx.Client(base_url=self.url, headers=self.headers, timeout=120)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
 
     def recommend(self, **body: Any) -> httpx.Response:
         return self.client.post("/v1/recommendations", json=body)
@@ -133,8 +133,8 @@ class Server:
         return {"model": live["loaded_model"], "catalog": live["loaded_catalog"]}
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Wait for something that happens in the background."""
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait for something that happens in the background; the time is for the slowest of machines."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

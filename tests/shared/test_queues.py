@@ -36,7 +36,7 @@ def run_worker(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch)
         context.__exit__(None, None, None)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -1,0 +1,93 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from semantide.services.training.world import World
+
+SCRIPT = Path(__file__).with_name("world_run.py")
+
+
+class Ranks:
+    """Runs cases of ``world_run.py``."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen([sys.executable, str(SCRIPT)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __call__(self, case: str, size: int, folder: Path, argument: str = "") -> list[int]:
+        folder.mkdir(exist_ok=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{case} {size} {folder} {argument}\n")
+        self._process.stdin.flush()
+        return [int(status) for status in self._process.stdout.readline().split()]
+
+    def close(self) -> None:
+        self._process.communicate(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.close()
+
+
+def test_one_process_is_a_world_whose_collectives_return_what_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    world = World.join("cpu")
+    tensor = torch.arange(3)
+    assert (world.size, world.rank, world.leads, world.device.type) == (1, 0, True, "cpu")
+    assert world.all_reduce_sum(tensor) is world.broadcast(tensor) is world.all_to_all([tensor])[0] is world.all_gather(tensor)[0] is tensor
+    assert world.gather_json({"a": 1}) == [{"a": 1}]
+    assert (world.channel().size, world.grid(1).shards.size, world.grid(1).replicas.size, world.traffic.calls) == (1, 1, 1, 0)
+    world.barrier()
+    world.close()
+    with pytest.raises(ValueError, match="2 parts for 1 ranks"):
+        world.all_to_all([tensor, tensor])
+    with pytest.raises(ValueError, match="1 ranks cannot be cut into groups of 2"):
+        world.grid(2)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "argument"),
+    [("collectives", 3, ""), ("grid", 4, ""), ("gradients", 3, "overlap"), ("gradients", 3, "after"), ("exchange", 3, ""), ("few", 3, "")],
+)
+def test_ranks_work_together(ranks: Ranks, tmp_path: Path, case: str, size: int, argument: str) -> None:
+    assert ranks(case, size, tmp_path, argument) == [0] * size
+
+
+def test_a_lost_rank_is_an_error_of_the_others_not_a_hang(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks("lost", 3, tmp_path) == [0, 0, 9]
+
+
+@pytest.mark.parametrize("model", ["generator", "sasrec"])
+def test_shared_out_training_is_that_of_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    """In float64, with histories of 1 to 30 items, averages, two optimisers and label smoothing."""
+    alone, together = tmp_path / "1", tmp_path / "3"
+    assert ranks("train", 1, alone, model) == [0]
+    assert ranks("train", 3, together, model) == [0, 0, 0]
+    one = load_file(alone / "rank-0.safetensors")
+    for rank in range(3):
+        for name, parameter in load_file(together / f"rank-{rank}.safetensors").items():
+            torch.testing.assert_close(parameter, one[name], rtol=1e-9, atol=1e-11)
+    same = [load_file(together / f"rank-{rank}.safetensors") for rank in range(3)]
+    assert all(torch.equal(same[0][name], other[name]) for other in same for name in other)
+    losses = [json.loads((folder / "rank-0.json").read_text())["losses"] for folder in (alone, together)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_all_ranks_stop_at_the_step_in_which_one_is_asked_to_and_others_may_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks("train", 2, tmp_path / "stopped", "sasrec:stop") == [0, 0]
+    assert {(tmp_path / "stopped" / f"stopped-{rank}").read_text() for rank in range(2)} == {"5"}
+    # Three processes take up what two have begun.
+    assert ranks("train", 3, tmp_path / "stopped", "sasrec:stop") == [0, 0, 0]
+    assert ranks("train", 1, tmp_path / "alone", "sasrec") == [0]
+    one, other = (load_file(tmp_path / name / "rank-0.safetensors") for name in ("alone", "stopped"))
+    assert all(torch.allclose(one[name], other[name], rtol=1e-9, atol=1e-11) for name in one)
