@@ -19,6 +19,7 @@ from torch import Tensor
 
 from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.native_jagged_fusion import attend, native_library
 
 
 @kernel
@@ -42,8 +43,28 @@ def jagged_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Te
     return torch.cat(outputs)
 
 
-@jagged_attention.register("cuda")
 @jagged_attention.register("cpu")
+def jagged_attention_native(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
+    """Causal in C++, forward and backward, whatever the lengths; other types than float32, and every pair of tokens, take the torch way."""
+    _check_packed(q_THD, k_TGD, v_TGD)
+    if not causal or len(q_THD) != len(k_TGD) or native_library(q_THD, k_TGD, v_TGD, offsets_B1) is None:
+        return jagged_attention_by_length(q_THD, k_TGD, v_TGD, offsets_B1, causal)
+    packed_bounds(offsets_B1, len(q_THD))
+    return attend(q_THD, k_TGD, v_TGD, offsets_B1, None, None, None, (), "softmax", 1 / math.sqrt(q_THD.shape[-1]))
+
+
+@jagged_attention.register("npu")
+def jagged_attention_npu(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
+    """Causal by the device's own fused operator; float64, and every pair of tokens, take the torch way."""
+    _check_packed(q_THD, k_TGD, v_TGD)
+    if not causal or q_THD.dtype == torch.float64:
+        return jagged_attention_by_length(q_THD, k_TGD, v_TGD, offsets_B1, causal)
+    from semantide.kernels.npu import causal_attention_npu
+
+    return causal_attention_npu(q_THD, k_TGD, v_TGD, packed_bounds(offsets_B1, len(q_THD)), 1 / math.sqrt(q_THD.shape[-1]))
+
+
+@jagged_attention.register("cuda")
 def jagged_attention_by_length(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets_B1: Tensor, causal: bool = True) -> Tensor:
     """Batch the sequences of exactly equal length, so that each group is one dense attention without padding.
 

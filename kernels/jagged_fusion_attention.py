@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -71,7 +72,7 @@ def jagged_fusion_attention(
     """
     share = check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
     time_weights_HK, position_weights_HP = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
-    outputs = [v_TGE.new_zeros(0, q_THD.shape[1], v_TGE.shape[2])]
+    outputs = [v_TGE[:0].repeat_interleave(share, 1)]
     for begin, end in pairwise(packed_bounds(offsets_B1, len(q_THD))):
         factor = scale if scale is not None else 1 / (end - begin or 1) if activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
         k_HND, v_HNE = (x[begin:end].transpose(0, 1).repeat_interleave(share, 0) for x in (k_TGD, v_TGE))
@@ -108,7 +109,7 @@ def jagged_bias_attention(
     """
     heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
     time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    outputs = [v_TGE.new_zeros(0, heads, v_TGE.shape[2])]
+    outputs = [v_TGE[:0].repeat_interleave(heads // v_TGE.shape[1], 1)]
     for begin, end in pairwise(packed_bounds(offsets_B1, len(v_TGE))):
         v_HNE = v_TGE[begin:end].transpose(0, 1).repeat_interleave(heads // v_TGE.shape[1], 0)
         for first in range(begin, end, _TILE):
@@ -137,15 +138,15 @@ def jagged_fusion_attention_native(
 ) -> Tensor:
     """In C++, forward and backward; other types than float32 take the torch way."""
     given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
-    if native_library(q_THD, k_TGD, v_TGE, time_weights_HK, position_weights_HP) is None:
+    if native_library(*given) is None:
         return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
     check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
     packed_bounds(offsets_B1, len(q_THD))
     if scale == 0:  # which stands for one over the length there
         return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
     factor = scale if scale is not None else 0.0 if activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
-    tables = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
-    return attend(q_THD, k_TGD, v_TGE, offsets_B1, times_T, *tables, bucket_bounds(), activation, factor)
+    time_weights_HK, position_weights_HP = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
+    return attend(q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), activation, factor)
 
 
 @jagged_bias_attention.register("cpu")
@@ -157,12 +158,82 @@ def jagged_bias_attention_native(
     position_weights_HP: Tensor | None = None,
 ) -> Tensor:
     """In C++, forward and backward; other types than float32 take the torch way."""
-    if native_library(v_TGE, time_weights_HK, position_weights_HP) is None:
+    if native_library(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP) is None:
         return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
     heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
     packed_bounds(offsets_B1, len(v_TGE))
-    tables = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    return attend(None, None, v_TGE, offsets_B1, times_T, *tables, bucket_bounds(), "bias", 1.0)
+    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0)
+
+
+@jagged_fusion_attention.register("cuda")
+def jagged_fusion_attention_triton(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    scale: float | None = None,
+) -> Tensor:
+    """In Triton, forward and backward; float64, or a machine without Triton, takes the torch way."""
+    if find_spec("triton") is None or q_THD.dtype == torch.float64:
+        given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+        return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
+    from semantide.kernels.triton_jagged_fusion import attend_triton
+
+    check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
+    packed_bounds(offsets_B1, len(q_THD))
+    heads, factor = q_THD.shape[1], scale if scale is not None or activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
+    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend_triton(q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), activation, factor, heads)
+
+
+@jagged_fusion_attention.register("npu")
+def jagged_fusion_attention_npu(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    scale: float | None = None,
+) -> Tensor:
+    """A softmax without bias by the device's own operator; SiLU and bias, which it does not have, in Triton."""
+    plain = activation == "softmax" and times_T is None and time_weights_HK is None and position_weights_HP is None
+    if not plain or q_THD.dtype == torch.float64 or q_THD.shape[-1] != v_TGE.shape[-1]:
+        given = (q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+        return jagged_fusion_attention_triton(*given, activation=activation, scale=scale)
+    from semantide.kernels.npu import causal_attention_npu
+
+    check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
+    return causal_attention_npu(q_THD, k_TGD, v_TGE, packed_bounds(offsets_B1, len(q_THD)), 1 / math.sqrt(q_THD.shape[2]) if scale is None else scale)
+
+
+@jagged_bias_attention.register("npu")
+@jagged_bias_attention.register("cuda")
+def jagged_bias_attention_triton(
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None = None,
+    time_weights_HK: Tensor | None = None,
+    position_weights_HP: Tensor | None = None,
+) -> Tensor:
+    """In Triton, forward and backward; float64, or a machine without Triton, takes the torch way."""
+    heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
+    if find_spec("triton") is None or v_TGE.dtype == torch.float64:
+        return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
+    from semantide.kernels.triton_jagged_fusion import attend_triton
+
+    packed_bounds(offsets_B1, len(v_TGE))
+    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
+    return attend_triton(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0, heads)
 
 
 def _future(begin: int, first: int, last: int, device: torch.device) -> Tensor:

@@ -20,8 +20,8 @@ _FORMS = {"silu": 0, "softmax": 1, "bias": 2}
 
 def native_library(*tensors: Tensor | None) -> CDLL | None:
     """The library where it can take these tensors, gradients or not; None leaves them to torch."""
-    given = [x for x in tensors if x is not None]
-    return native.library_for(*(x.detach() for x in given))
+    given = [x.detach() for x in tensors if x is not None]
+    return native.library_for(*(x for x in given if x.is_floating_point())) if all(x.is_cpu for x in given) else None
 
 
 def attend(
@@ -57,7 +57,8 @@ class _Attention(torch.autograd.Function):
         form: str,
         scale: float,
     ) -> Tensor:
-        q_THD, k_TGD, v_TGE = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TGD, v_TGE))
+        q_THD, k_TGD = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TGD))
+        v_TGE = v_TGE if v_TGE.stride(-1) == 1 else v_TGE.contiguous()
         time_weights_HK, position_weights_HP = (x if x is None else x.contiguous() for x in (time_weights_HK, position_weights_HP))
         heads = next(len(x) if x.ndim == 2 else x.shape[1] for x in (q_THD, time_weights_HK, position_weights_HP) if x is not None)
         out_THE = v_TGE.new_empty(len(v_TGE), heads, v_TGE.shape[2])

@@ -42,8 +42,6 @@ def note_model(message: ModelTrained, room: Room) -> None:
     """Remember the newest generator of each tokenizer, whose beams a negatives job searches; a retriever has none."""
     if message.catalog is None:
         return
-    if message.catalog is None:
-        return  # a retriever has no beams
     header = json.loads((room.store.get(message.catalog) / "catalog.json").read_text())
     NewestModels(room.broker).put(header["tokenizer_digest"], message.model)
 

@@ -101,14 +101,21 @@ class Fence:
         """
         self._wait(lambda: self._updated >= step)
 
+    def land(self, fetched: int, updated: int, seconds: float) -> None:
+        """Wait, but not longer than that, until all steps below ``fetched`` are read and all updates below ``updated`` are in the tables.
+
+        Raises: Stopped.
+        """
+        self._wait(lambda: self._fetched >= fetched and self._updated >= updated, seconds)
+
     def stop(self) -> None:
         """End all waiting."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
+    def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or ready())
+            self._changed.wait_for(lambda: self._stopped or ready(), seconds)
             if self._stopped:
                 raise Stopped

@@ -49,7 +49,8 @@ class Ferry:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._there, self._back = (None, None) if device.type == "cpu" else (torch.Stream(device), torch.Stream(device))
+        self._there = None if device.type == "cpu" else torch.Stream(device)
+        self._back = None if device.type == "cpu" else torch.Stream(device)
 
     def bring(self, flight: Flight) -> None:
         """Begin the copy of histories and rows to the device."""

@@ -110,7 +110,7 @@ class Share:
 
 
 class Shares:
-    """This rank's shares of an epoch's batches, made ahead on a thread of their own; close it.
+    """This rank's shares of an epoch's batches, made ahead on a thread of their own, or with ``ahead`` 0 by the thread that asks; close it.
 
     ``change`` takes another cost model, on all ranks from the same batch on; what is made already stays.
     """
@@ -134,13 +134,15 @@ class Shares:
         self._next = first
         self._made: dict[int, Future[Share]] = {}
         # One thread: the collectives of a channel come in the same order on every rank.
-        self._thread = ThreadPoolExecutor(1, "shares") if world.size > 1 else None
+        self._thread = ThreadPoolExecutor(1, "shares") if world.size > 1 and ahead else None
 
     def __getitem__(self, index: int) -> Share:
         """The share of one batch; batches are asked for in order, from ``first`` on.
 
         Raises: RankLost when a rank is gone.
         """
+        if self._thread is None and self._world.size > 1:
+            return self._make(index)
         if self._thread is None:
             batch = self._epoch.batch(index)
             return Share(batch, len(batch.items.values), None, 0.0)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from queue import SimpleQueue
-from threading import Semaphore, Thread
+from threading import Condition, Semaphore, Thread
 from types import TracebackType
 from typing import Any
 
@@ -52,10 +53,14 @@ class Pipeline:
         in_flight: int = 6,
         staleness: Staleness | None = None,
         kept: Mapping[str, Tensor] | None = None,
+        num_ranks: int = 1,
         clock: Callable[[], float] = lambda: 0.0,
         occupancy: Occupancy | None = None,
     ) -> None:
-        """``share`` gives the batch of a step; ``start`` and ``end`` are the epoch's steps; ``kept`` is what ``on_the_way`` gave at ``first``."""
+        """``share`` gives the batch of a step; ``start`` and ``end`` are the epoch's steps; ``kept`` is what ``on_the_way`` gave at ``first``.
+
+        With more than one of ``num_ranks`` the stages talk to those of the other ranks, and none of them ends in the middle of a talk.
+        """
         self._objective, self._share, self._device, self._seed = objective, share, device, seed
         self._tables = dict(sorted(objective.tables.items()))
         self.staleness = (staleness or Staleness()) if self._tables else Staleness()
@@ -65,7 +70,9 @@ class Pipeline:
         self._ferry = Ferry(device)
         self._recent: deque[dict[str, Tensor]] = deque(maxlen=max(1, self.staleness.batches))
         self._flights: dict[int, Flight] = {}
-        self._loaded, self._taken = first, first
+        self._loaded, self._prepared, self._taken, self._returned = first, first, first, first
+        self._moved = Condition()
+        self._num_ranks = num_ranks
         self._error: BaseException | None = None
         before: list[tuple[str, Callable[[Flight], None]]] = [("route", self._route), ("fetch", self._fetch)] if self._tables else []
         self._before = [*before, ("copy", self._ferry.bring)]
@@ -92,6 +99,8 @@ class Pipeline:
         try:
             if error is None:
                 self.settle()
+            elif self._num_ranks > 1 and self._threaded:
+                self._land()
         finally:
             self._stop()
             for thread in self._threads:
@@ -109,6 +118,7 @@ class Pipeline:
             self._load_until(step)
             flight = self._flights[step]
         assert flight.step == step
+        self.occupancy.collided(flight.collided, flight.asked)
         self._taken += 1
         self._ferry.arrive(flight)
         return flight
@@ -116,6 +126,7 @@ class Pipeline:
     def give_back(self, flight: Flight, rate: float) -> None:
         """The batch has been computed with: its rows may be updated, with learning rate ``rate``."""
         flight.rate = rate
+        self._returned += 1
         self._ferry.depart(flight)
         if not self._tables:
             self._flights.pop(flight.step)
@@ -151,6 +162,14 @@ class Pipeline:
             step += 1
         return kept
 
+    def _land(self) -> None:
+        """Let the stages come to where those of every rank can come without the batch that is not computed any more."""
+        bound = min(self._returned + self.room, self._end)
+        with self._moved:
+            self._moved.wait_for(lambda: self._error is not None or self._prepared >= bound, _JOIN_SECONDS)
+        with suppress(Stopped):
+            self._fence.land(min(self._fence.last_before(self._returned) + 1, bound), self._returned, _JOIN_SECONDS)
+
     def _load(self, step: int) -> Flight:
         began = self._clock()
         share = self._share(step)
@@ -174,7 +193,6 @@ class Pipeline:
                 before = torch.cat([earlier[name] for earlier in self._recent])
                 flight.collided += int(torch.isin(ids_U, before).sum())
         self._recent.append(touched)
-        self.occupancy.collided(flight.collided, flight.asked)
         self._worked(flight, "route", began)
 
     def _fetch(self, flight: Flight) -> None:
@@ -232,6 +250,10 @@ class Pipeline:
             work(flight)
             if stage == "copy":
                 self._worked(flight, stage, began)
+            if place == 0:
+                with self._moved:
+                    self._prepared = flight.step + 1
+                    self._moved.notify_all()
             self._belts[place + 1].put(flight)
 
     def _update_all(self) -> None:
@@ -250,6 +272,8 @@ class Pipeline:
         if self._error is None:
             self._error = error or Stopped()
         self._fence.stop()
+        with self._moved:
+            self._moved.notify_all()
         self._places.release()
         for belt in (*self._belts, self._done):
             belt.put(None)

@@ -144,7 +144,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: Epoch) -> None:
         state, config = self.state, self.config
-        shares = Shares(self._loading, epoch, self._costs(), self.objective.counts, first=state.batch, balanced=config.balance == "cost")
+        shares = Shares(self._loading, epoch, self._costs(), self.objective.counts, balanced=config.balance == "cost", ahead=0)
         start = state.step - state.batch
         pipeline = Pipeline(
             self.objective,
@@ -159,12 +159,10 @@ class Trainer:
             kept=self._on_the_way,
             clock=self.listener.clock,
             occupancy=self._occupancy,
+            num_ranks=self._world.size,
         )
-        try:
-            with pipeline:
-                self._run_batches(pipeline, shares, len(epoch))
-        finally:
-            shares.close()
+        with pipeline:
+            self._run_batches(pipeline, shares, len(epoch))
         self._on_the_way = {}
 
     def _run_batches(self, pipeline: Pipeline, shares: Shares, num_batches: int) -> None:
@@ -196,7 +194,7 @@ class Trainer:
             self.listener.progress(state.epoch + state.batch / num_batches, config.epochs, "epochs", "training")
             if self._world.size > 1 and state.step in _FITS:
                 # What may be loaded already on some rank is shared out by the old model on all.
-                shares.change(self._costs(), state.batch + pipeline.room + 1)
+                shares.change(self._costs(), state.batch + pipeline.room)
             if stop or save:
                 self._save(pipeline)
             if stop:

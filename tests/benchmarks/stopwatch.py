@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,22 @@ from machine import machine  # type: ignore[import-not-found]
 from semantide.shared.version import code_version
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The command line every one of them has."""
+def arguments_parser(description: str, data: bool = False) -> argparse.ArgumentParser:
+    """The options every one of them has, and the folder of real data where one is read."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and runs: within a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=1, help="of torch and of the C++ kernels")
-    options = parser.parse_args()
+    if data:
+        parser.add_argument(
+            "--data", type=Path, default=Path(__file__).resolve().parents[2].parent / "shared" / "data", help="folder that holds amazon/ and kuairand/"
+        )
+    return parser
+
+
+def arguments(description: str, data: bool = False) -> argparse.Namespace:
+    """The command line of one that has no other options."""
+    options = arguments_parser(description, data).parse_args()
     torch.set_num_threads(options.threads)
     return options
 

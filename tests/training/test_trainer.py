@@ -14,9 +14,12 @@ import torch
 
 from semantide.services.training.batches import Sampler
 from semantide.services.training.objective import NextItem
-from semantide.services.training.recipes import TrainConfig, tiny
+from semantide.services.training.recipes import TrainConfig, recipe, tiny
+from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
+from semantide.shared.models.item_table import LocalTable
+from semantide.shared.models.retriever import Retriever, RetrieverConfig
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 
 SCRIPT = Path(__file__).with_name("ring_run.py")
@@ -171,3 +174,68 @@ def test_metrics_come_as_numbers(tmp_path: Path) -> None:
     shares = {"compute_share", "exposed_load", "exposed_sparse", "exposed_copy", "exposed_dense", "idle_share"}
     assert {"loss", "lr", "tokens_per_second", "loss_part_0", *shares} == set(training[0][1])
     assert [values["valid_ndcg@10"] for _, values in run.metrics if "valid_ndcg@10" in values] == [0.1, 0.2, 0.3]
+
+
+class TableRun(Run):
+    """A small retriever, whose item vectors lie in a table."""
+
+    def __init__(self, folder: Path, *, stop_at: int | None = None, **changes: object) -> None:
+        super().__init__(folder, stop_at=stop_at)
+        self.config = replace(recipe("retriever-tiny"), epochs=3, items_per_batch=24, warmup_steps=2, num_negatives=6, sync_steps=2, max_items=8, **changes)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        shape = RetrieverConfig(hidden_size=8, num_layers=1, num_heads=1, max_items=8, time_buckets=8, dropout=0.1)
+        self.table = LocalTable(20, 8)
+        objective = NextItemSampled(Retriever(shape), self.table, torch.ones(20), self.config)
+        sampler = Sampler([(start + np.arange(3 + start % 5)) % 20 for start in range(20)], self.config, 0)
+        listener = Listener(lambda: 0.0, metric=lambda step, values: self.metrics.append((step, values)), check_cancelled=self.check)
+        self.trainer = Trainer(self.config, objective, sampler, None, listener, folder, seed=0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_with_rows_on_the_way_a_stopped_run_ends_as_one_left_alone_and_as_one_without_threads(tmp_path: Path, staleness: int) -> None:
+    whole = TableRun(tmp_path / "whole", staleness=staleness)
+    state = whole()
+    plain = TableRun(tmp_path / "plain", staleness=staleness, batches_in_flight=1)
+    assert plain() == state
+    for stop_at in (1, 2, 4, 7):
+        with pytest.raises(JobCancelled):
+            TableRun(tmp_path / str(stop_at), staleness=staleness, stop_at=stop_at)()
+        again = TableRun(tmp_path / str(stop_at), staleness=staleness)
+        assert again() == state
+        assert torch.equal(again.table.weight_ND, whole.table.weight_ND)
+    assert torch.equal(plain.table.weight_ND, whole.table.weight_ND)
+
+
+def test_staleness_changes_a_run_after_its_synchronous_steps_only(tmp_path: Path) -> None:
+    losses = [TableRun(tmp_path / str(staleness), staleness=staleness)().losses for staleness in (0, 1)]
+    # Step 2 is the first whose rows may lack an update.
+    assert losses[0][:2] == losses[1][:2]
+    assert losses[0] != losses[1]
+
+
+def test_a_table_reports_how_often_rows_collide(tmp_path: Path) -> None:
+    run = TableRun(tmp_path, log_every=2)
+    run()
+    assert all(0 < values["collision_rate"] <= 1 for _, values in run.metrics)
+
+
+def test_rows_whose_gradient_is_not_a_number_end_the_run_before_the_table_is_changed(tmp_path: Path) -> None:
+    run = TableRun(tmp_path)
+    update, applied = run.table.update, []
+
+    def watched(*arguments: object) -> None:
+        applied.append(True)
+        update(*arguments)  # type: ignore[arg-type]
+
+    run.table.update = watched  # type: ignore[method-assign]
+    loss = run.trainer.objective.loss
+
+    def broken(batch, rows):  # type: ignore[no-untyped-def]
+        if len(applied) >= 3:
+            rows["items"].vectors_UD.register_hook(lambda gradient: gradient * float("nan"))
+        return loss(batch, rows)
+
+    run.trainer.objective.loss = broken  # type: ignore[method-assign]
+    with pytest.raises(PermanentError, match="gradient's norm nan"):
+        run()
+    assert torch.isfinite(run.table.weight_ND).all()
