@@ -59,6 +59,15 @@ static inline int64_t negative(const SampledSoftmax& a, int64_t source, int64_t 
   return a.wide ? static_cast<const int64_t*>(a.chosen)[at] : static_cast<const int32_t*>(a.chosen)[at];
 }
 
+// Rows lie far apart: what is needed a few negatives later is asked for now.
+template <typename Number>
+static inline void fetch_ahead(const SampledSoftmax& a, int64_t source, int64_t j, const Number* table) {
+  const int64_t row = j < a.negatives ? negative(a, source, j) : -1;
+  if (row < 0 || row >= a.rows) return;
+  const char* at = reinterpret_cast<const char*>(table + row * a.size);
+  for (int64_t line = 0; line < a.size * static_cast<int64_t>(sizeof(Number)); line += 64) __builtin_prefetch(at + line);
+}
+
 static inline int64_t taker(const SampledSoftmax& a, int64_t source, int64_t place) { return place ? a.takers[(place - 1) * a.targets + source] : source; }
 
 static inline bool left_out(const SampledSoftmax& a, int64_t target, int64_t row) {
@@ -92,10 +101,7 @@ static bool score(const SampledSoftmax& a, int64_t source, int64_t scorer, float
       if (row >= a.rows) return false;
       place[i] = row < 0 ? 0 : row;
       rows[i] = table + place[i] * a.size;
-      const int64_t next = j + 8 + i < a.negatives ? negative(a, source, j + 8 + i) : 0;
-      if (next > 0 && next < a.rows)
-        for (int64_t line = 0; line < a.size * static_cast<int64_t>(sizeof(Number)); line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(table + next * a.size) + line);
+      fetch_ahead(a, source, j + 8 + i, table);
     }
     four_products(rows, vector, a.size, products);
     for (int64_t i = 0; i < count; ++i) {
@@ -158,10 +164,12 @@ static void sampled_shares(const SampledSoftmax& a, int64_t source, float* share
 
 template <typename Number>
 static void add_rows(const SampledSoftmax& a, int64_t source, const float* shares, float* to) {
+  const Number* table = static_cast<const Number*>(a.table);
   for (int64_t j = 0; j < a.negatives; ++j) {
+    fetch_ahead(a, source, j + 6, table);
     if (shares[j] == 0.0f) continue;
     const int64_t row = negative(a, source, j);
-    add_row(to, static_cast<const Number*>(a.table) + row * a.size, a.scales ? shares[j] * a.scales[row] : shares[j], a.size);
+    add_row(to, table + row * a.size, a.scales ? shares[j] * a.scales[row] : shares[j], a.size);
   }
 }
 
@@ -178,6 +186,7 @@ static void sampled_hidden(const SampledSoftmax& a, int64_t source, int64_t plac
 static void sampled_table(const SampledSoftmax& a, int64_t source, const float* shares, int64_t thread, int64_t threads) {
   const int64_t places = a.as_logits ? 0 : a.partners;
   for (int64_t j = 0; j < a.negatives; ++j) {
+    if (threads == 1) fetch_ahead(a, source, j + 6, a.table_grad);
     const int64_t row = negative(a, source, j);
     if (row < 0 || (threads > 1 && row % threads != thread)) continue;
     for (int64_t place = 0; place <= places; ++place) {

@@ -153,9 +153,10 @@ class ArtifactStore:
 
     def remove(self, ref: str) -> None:
         """Take an artifact away that can be made again; one that is not there is no matter. The manifest goes first: without one it does not exist."""
-        if self.exists(ref):
-            self.fs.rm(f"{self.root}/{ref}/manifest.json")
-            self.fs.rm(f"{self.root}/{ref}", recursive=True)
+        if not self.exists(ref):
+            return
+        self.fs.rm(f"{self.root}/{ref}/manifest.json")
+        self.fs.rm(f"{self.root}/{ref}", recursive=True)
         if not self._local:
             shutil.rmtree(self._cache / ref, ignore_errors=True)
 

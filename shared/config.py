@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     """Processes that train one model together, unless the job says otherwise. 0: one per accelerator of this machine, a single one where there is none."""
     training_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a process waits for the others of the same job before all start again from the last checkpoint, seconds."""
+    negatives_wait_seconds: float = Field(default=30.0, ge=0)
+    """How long a training run waits for negatives that it asked the negatives room for, before it draws them itself, seconds an epoch."""
     serving_batch: int = Field(default=32, ge=1)
     """Most recommendation requests answered together, requests."""
     serving_round_beams: int = Field(default=1024, ge=1)

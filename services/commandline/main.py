@@ -215,11 +215,31 @@ def _tokenizer_report(result: dict[str, Any]) -> None:
 
 
 @app.command()
+def negatives(
+    model: Annotated[str | None, typer.Option(help="A generator; left out, the newest that was trained for the catalog's tokenizer")] = None,
+    dataset: str | None = None,
+    catalog: str | None = None,
+    seed: int = 0,
+    overrides: Overrides = None,
+    wait: Wait = True,
+    as_json: AsJson = False,
+) -> None:
+    """Search a generator's beams over all training histories: hard negatives for `semantide train --beams`."""
+    client = Client(Settings())
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
+    inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model)) if ref}
+    record = run_job(client, JobSpec(kind="negatives", config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        display.console.print(json.dumps(record.result), highlight=False)
+
+
+@app.command()
 def train(
     recipe: str = "tiny",
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
+    beams: Annotated[str | None, typer.Option(help="Beams that `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
@@ -232,6 +252,8 @@ def train(
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     if not recipe.startswith(_NO_GENERATORS) or catalog:
         inputs["catalog"] = catalog or client.current_catalog()
+    if beams:
+        inputs["beams"] = beams
     config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
     record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:

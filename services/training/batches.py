@@ -22,15 +22,18 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HistoryBatch:
-    """What one step trains on: packed histories, when each event happened, and which pieces of the epoch they are.
+    """What one step trains on: packed histories, when each event happened, and which pieces of which epoch they are.
 
-    Shapes: ``items`` [T] rows of the data set's items; ``times_T`` int64, zeros where unknown; ``samples_B`` int64.
+    Shapes: ``items`` [T] rows of the data set's items; ``times_T`` int64, zeros where unknown; ``samples_B`` int64; ``events_T`` int64, number of each event
+    among all training events, None where unknown.
     Units: ``times_T`` seconds.
     """
 
     items: Jagged
     times_T: Tensor
     samples_B: Tensor
+    events_T: Tensor | None = None
+    epoch: int = 0
 
     @classmethod
     def of(cls, items: Jagged, times_T: Tensor | None = None) -> HistoryBatch:
@@ -39,7 +42,8 @@ class HistoryBatch:
 
     def to(self, device: torch.device | str) -> HistoryBatch:
         """The same on another device."""
-        return HistoryBatch(self.items.to(device), self.times_T.to(device), self.samples_B.to(device))
+        events_T = None if self.events_T is None else self.events_T.to(device)
+        return HistoryBatch(self.items.to(device), self.times_T.to(device), self.samples_B.to(device), events_T, self.epoch)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -49,7 +53,7 @@ class HistoryBatch:
 class Epoch:
     """One pass over the histories, cut into batches.
 
-    Shapes: ``rows``, ``times`` [T of all], ``starts_P``, ``lengths_P`` into them; ``batches`` lists pieces.
+    Shapes: ``rows``, ``times``, ``events`` [T of all], ``starts_P``, ``lengths_P`` into them; ``batches`` lists pieces.
     """
 
     rows: IntArray
@@ -57,6 +61,9 @@ class Epoch:
     starts_P: IntArray
     lengths_P: IntArray
     batches: tuple[IntArray, ...]
+    events: IntArray | None = None
+    """Number of each of ``rows`` among all training events; None: they are those, in order."""
+    number: int = 0
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -71,7 +78,9 @@ class Epoch:
         pieces = pieces[np.argsort(lengths, kind="stable")]
         places, offsets = _ranges(self.starts_P[pieces], self.lengths_P[pieces])
         times = np.zeros(len(places), dtype=np.int64) if self.times is None else self.times[places]
-        return HistoryBatch(Jagged(torch.from_numpy(self.rows[places]), torch.from_numpy(offsets)), torch.from_numpy(times), torch.from_numpy(pieces))
+        events = places if self.events is None else self.events[places]
+        items = Jagged(torch.from_numpy(self.rows[places]), torch.from_numpy(offsets))
+        return HistoryBatch(items, torch.from_numpy(times), torch.from_numpy(pieces), torch.from_numpy(events), self.number)
 
 
 class Sampler:
@@ -107,14 +116,15 @@ class Sampler:
         """Batches of one pass, each time the same for the same number."""
         config, rng = self._config, np.random.default_rng([self._seed, number])
         starts, lengths = self._pieces(rng)
-        rows, times = self._rows, self._times
+        rows, times, events = self._rows, self._times, None
         if config.skip_rate:
             places, _ = _ranges(starts, lengths)
             piece = np.repeat(np.arange(len(lengths)), lengths)
             keep = rng.random(len(places)) >= config.skip_rate
             left = np.bincount(piece[keep], minlength=len(lengths))
             keep |= (left < np.minimum(2, lengths))[piece]  # a history that would all but vanish stays whole
-            rows, times = rows[places[keep]], None if times is None else times[places[keep]]
+            events = places[keep]
+            rows, times = rows[events], None if times is None else times[events]
             lengths = np.bincount(piece[keep], minlength=len(lengths)).astype(np.int64)
             starts = np.cumsum(lengths) - lengths
         # Similar lengths share a batch; some noise keeps the same histories from meeting in every epoch.
@@ -124,7 +134,7 @@ class Sampler:
         cuts = np.flatnonzero(np.diff(batch_of)) + 1
         batches = np.split(order, cuts)
         shuffled = rng.permutation(len(batches))
-        return Epoch(rows, times, starts, lengths, tuple(batches[index] for index in shuffled))
+        return Epoch(rows, times, starts, lengths, tuple(batches[index] for index in shuffled), events, number)
 
     def _pieces(self, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
         longest, lengths = self._config.max_items, self._lengths_U

@@ -20,6 +20,7 @@ from semantide.services.training.evaluate import EvaluateConfig, cases_of, evalu
 from semantide.services.training.heartbeat import Heartbeat, Watch
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
+from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
@@ -27,7 +28,7 @@ from semantide.services.training.retrieval_objective import ITEMS, NextItemSampl
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.catalog import Catalog
-from semantide.shared.contracts import ModelTrained
+from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
@@ -38,6 +39,9 @@ from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.sasrec import SASRec
+from semantide.shared.negative_sampling import Rows
+from semantide.shared.negative_shards import NegativeShards
+from semantide.shared.negative_source import NegativeSource, codes_of
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
@@ -105,7 +109,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
-    model, objective, ranker = _assemble(config, dataset, catalog, job, world.device)
+    model, objective, ranker = _assemble(config, dataset, catalog, job, world)
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
     def check() -> None:
@@ -252,14 +256,15 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, device: torch.device) -> tuple[Any, Any, Ranker]:
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World) -> tuple[Any, Any, Ranker]:
+    device = world.device
     if config.model_type == "retriever":
         shape = replace(config.retriever, max_items=config.max_items)
         retriever = Retriever(shape).to(device)
         table = LocalTable(len(dataset.item_ids), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
         counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
         ranker = RetrieverRanker(retriever, lambda: table.weight_ND, np.arange(len(dataset.item_ids)), config.max_items)
-        return retriever, NextItemSampled(retriever, table, counts, config), ranker
+        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job, world.leads)), ranker
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
@@ -284,6 +289,30 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         NextToken(generator, tokens, config),
         GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
     )
+
+
+def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:
+    """What the retriever's targets are compared with: drawn here, or with ``ahead`` by the negatives room."""
+    mix, ahead = mix_of(config), config.negatives.ahead
+    catalog = _input(job, "catalog") if mix is not None and mix.prefix else None
+    codes_NL = codes_of(dataset, Catalog.load(job.store.get(catalog))) if catalog else None
+    if mix is None or not (ahead or mix.beams):
+        return BatchNegatives.of(config, counts_N, codes_NL)
+    beams = _input(job, "beams") if mix.beams else None
+    wanted = NegativesWanted(dataset=_input(job, "dataset"), catalog=catalog, beams=beams, mix=mix.values(), seed=job.spec.seed)
+    source = NegativeSource.of(wanted, job.store)
+    shards = NegativeShards(
+        source,
+        wanted,
+        job.store,
+        job.broker,
+        job.send if ahead else lambda _: None,
+        clock=time.monotonic,
+        pause=time.sleep,
+        wait_seconds=job.settings.negatives_wait_seconds if ahead else 0.0,
+        leader=leads,
+    )
+    return BatchNegatives.of(config, counts_N, codes_NL, shards)
 
 
 def _checkpoint_folder(job: JobContext, said: str) -> Path:

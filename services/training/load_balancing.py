@@ -178,10 +178,11 @@ class Shares:
         sent = []
         for pieces in wanted:
             batch = self._epoch.gather(pieces[pieces % size == rank])
-            sent.append(torch.stack([batch.items.values, batch.times_T], 1))
+            assert batch.events_T is not None
+            sent.append(torch.stack([batch.items.values, batch.times_T, batch.events_T], 1))
         mine = wanted[rank]
         from_each = [_shorter_first(mine[mine % size == other], lengths_P) for other in range(size)]
-        got_T2 = torch.cat(self._world.all_to_all(sent, [int(lengths_P[pieces].sum()) for pieces in from_each]))
+        got_T3 = torch.cat(self._world.all_to_all(sent, [int(lengths_P[pieces].sum()) for pieces in from_each]))
         come = np.concatenate(from_each)
         begins = np.cumsum(lengths_P[come]) - lengths_P[come]
         # In the order in which one process would have packed them.
@@ -191,8 +192,8 @@ class Shares:
         lengths = lengths_P[packed]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         places = torch.from_numpy(np.arange(offsets[-1]) + np.repeat(begins[order] - offsets[:-1], lengths))
-        values_T2 = got_T2[places]
-        return HistoryBatch(Jagged(values_T2[:, 0].contiguous(), torch.from_numpy(offsets)), values_T2[:, 1].contiguous(), torch.from_numpy(packed))
+        values_T, times_T, events_T = (column_T.contiguous() for column_T in got_T3[places].unbind(1))
+        return HistoryBatch(Jagged(values_T, torch.from_numpy(offsets)), times_T, torch.from_numpy(packed), events_T, self._epoch.number)
 
 
 class StepTimes:

@@ -16,6 +16,36 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
+class NegativesConfig:
+    """Retriever: what its targets are compared with beside ``num_negatives``, and how."""
+
+    in_batch: bool = False
+    """Whether the targets of a batch are negatives of all of it."""
+    prefix: int = 0
+    """Hard negatives of each target, whose semantic ids begin like its own; takes the input ``catalog``."""
+    prefix_levels: int = 1
+    """How many first codes they have in common."""
+    beams: int = 0
+    """Hard negatives of each target from a generator's beams; takes the input ``beams``, which a negatives job makes."""
+    expansion: int = 1
+    """A target takes the negatives of this many targets, its own among them; nothing more is looked up."""
+    sharing: Literal["vectors", "logits"] = "vectors"
+    """Whether others' negatives are scored anew with the target's own state, or the others' logits are taken as they are."""
+    precision: Literal["float32", "float16", "int8"] = "float32"
+    """Of negatives' vectors; products are summed in float32."""
+    ahead: bool = False
+    """Whether the negatives room draws each target's own negatives while training computes; what they are does not depend on it."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("prefix", 0, 65536), ("prefix_levels", 1, 64), ("beams", 0, 4096), ("expansion", 1, 64)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"negatives.{name} is {getattr(self, name)}: give a number from {low} to {high}")
+        for name, choices in (("sharing", ("vectors", "logits")), ("precision", ("float32", "float16", "int8"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"negatives.{name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides what a training run computes. Only the numbers of the chosen ``model_type`` count."""
 
@@ -58,6 +88,7 @@ class TrainConfig:
     """Retriever: negatives are drawn in proportion to their training events to this power, and their logits corrected for it. 0: uniformly."""
     mask_history: bool = False
     """Retriever: whether items of the same history are left out of its negatives."""
+    negatives: NegativesConfig = field(default_factory=NegativesConfig)
 
     learning_rate: float = 2e-3
     embedding_rate_scale: float = 1.0

@@ -16,8 +16,8 @@ from machine import machine  # type: ignore[import-not-found]
 from semantide.shared.version import code_version
 
 
-def arguments(description: str, data: bool = False) -> argparse.Namespace:
-    """The command line every one of them has, and the folder of real data where one is read."""
+def arguments_parser(description: str, data: bool = False) -> argparse.ArgumentParser:
+    """The options every one of them has, and the folder of real data where one is read."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and runs: within a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -26,7 +26,12 @@ def arguments(description: str, data: bool = False) -> argparse.Namespace:
         parser.add_argument(
             "--data", type=Path, default=Path(__file__).resolve().parents[2].parent / "shared" / "data", help="folder that holds amazon/ and kuairand/"
         )
-    options = parser.parse_args()
+    return parser
+
+
+def arguments(description: str, data: bool = False) -> argparse.Namespace:
+    """The command line of one that has no other options."""
+    options = arguments_parser(description, data).parse_args()
     torch.set_num_threads(options.threads)
     return options
 

@@ -14,6 +14,7 @@ from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
 from semantide.services.tokenization import api as tokenization
 from semantide.shared import operations_api
+from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import NotFound
@@ -134,3 +135,16 @@ def test_variants_are_set_changed_and_removed_one_by_one(client: Client, monkeyp
     invoke("variants", "end")
     assert sent[-1]["variants"] == []
     assert "no variant 'z'" in str(invoke("variants", "remove", "z").exception)
+
+
+def test_negatives_and_what_trains_on_them_name_their_inputs(client: Client, settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact" / "file").write_text("")
+    ref = {kind: ArtifactStore(settings.artifacts_root).put(kind, tmp_path / "artifact") for kind in ("datasets", "catalogs", "models", "beams")}
+    outcome = invoke("negatives", "--dataset", ref["datasets"], "--model", ref["models"], "--set", "width=30", "--no-wait")
+    assert outcome.exit_code == 0, outcome.output
+    trained = invoke("train", "--recipe", "tiny", "--dataset", ref["datasets"], "--catalog", ref["catalogs"], "--beams", ref["beams"], "--no-wait")
+    assert trained.exit_code == 0, trained.output
+    (train,), (negatives,) = (client.get("/v1/jobs", kind=kind) for kind in ("train", "negatives"))
+    assert negatives["spec"]["inputs"] == {"dataset": ref["datasets"], "model": ref["models"]} and negatives["spec"]["config"] == {"width": 30}
+    assert train["spec"]["inputs"] == {"dataset": ref["datasets"], "catalog": ref["catalogs"], "beams": ref["beams"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from fastapi.testclient import TestClient
 from semantide.services.negatives import api, job, tasks
 from semantide.services.negatives.newest_models import NewestModels
 from semantide.shared import negative_shards, negative_source
+from semantide.shared import queues as queue_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import JobSpec, ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
@@ -38,7 +40,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks._source.cache_clear()
 
 
-class Time:
+class Clock:
     """Seconds that pass when somebody waits; what happens meanwhile may be given."""
 
     def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -52,9 +54,9 @@ class Time:
         self.meanwhile()
 
 
-def shards_of(room: Room, wanted: NegativesWanted, send: Callable[[NegativesWanted], None], time: Time, **options: Any) -> NegativeShards:
+def shards_of(room: Room, wanted: NegativesWanted, send: Callable[[NegativesWanted], None], clock: Clock, **options: Any) -> NegativeShards:
     source = NegativeSource.of(wanted, room.store)
-    return NegativeShards(source, wanted, room.store, room.broker, send, clock=time, pause=time.pause, wait_seconds=5, **options)
+    return NegativeShards(source, wanted, room.store, room.broker, send, clock=clock, pause=clock.pause, wait_seconds=5, **options)
 
 
 def waiting(room: Room) -> int:
@@ -64,10 +66,10 @@ def waiting(room: Room) -> int:
 def test_what_the_room_draws_is_what_a_run_would_draw_itself(room: Room, dataset: str) -> None:
     wanted = NegativesWanted(dataset=dataset, mix={"popularity": 5}, seed=7)
     sent: list[NegativesWanted] = []
-    time = Time(meanwhile=lambda: tasks.draw_shard(sent.pop(0), room) if sent else None)
-    shards = shards_of(room, wanted, sent.append, time)
+    clock = Clock(meanwhile=lambda: tasks.draw_shard(sent.pop(0), room) if sent else None)
+    shards = shards_of(room, wanted, sent.append, clock)
     events_T = np.random.default_rng(0).permutation(len(shards.source.events.rows_E))[:50]
-    alone = shards_of(room, wanted, lambda _: None, Time())
+    alone = shards_of(room, wanted, lambda _: None, Clock())
     for epoch in range(3):
         own, drawn = alone.draw(epoch, events_T), shards.draw(epoch, events_T)
         assert np.array_equal(drawn, own)
@@ -76,9 +78,23 @@ def test_what_the_room_draws_is_what_a_run_would_draw_itself(room: Room, dataset
     assert alone.drawn_here > 0, "what was taken away or never made is drawn by the run"
 
 
+def test_the_wish_goes_through_a_real_queue_and_worker(room: Room, dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from celery.contrib.testing.worker import start_worker
+
+    monkeypatch.setattr(queue_door, "_handlers", {NegativesWanted: tasks.draw_shard, ModelTrained: tasks.note_model})
+    room.queues.prepare(room)
+    wanted = NegativesWanted(dataset=dataset, mix={"popularity": 3}, seed=2)
+    source = NegativeSource.of(wanted, room.store)
+    with start_worker(room.queues.app, perform_ping_check=False, pool="solo", shutdown_timeout=10):
+        shards = NegativeShards(source, wanted, room.store, room.broker, room.send, clock=time.monotonic, pause=time.sleep, wait_seconds=60)
+        drawn = shards.draw(0, np.arange(50))
+    assert np.array_equal(drawn[:32], source.shard(2, 0, 0)) and (shards.from_room, shards.drawn_here) == (2, 0)
+    assert room.queues.parked(room.broker) == {}
+
+
 def test_epochs_are_asked_for_ahead_once_and_taken_away_behind(room: Room, dataset: str) -> None:
     wanted = NegativesWanted(dataset=dataset, mix={"popularity": 2})
-    shards = shards_of(room, wanted, room.send, Time())
+    shards = shards_of(room, wanted, room.send, Clock())
     total = shards.source.events.num_shards
     shards.prefetch(0)
     shards.prefetch(0)
@@ -91,7 +107,7 @@ def test_epochs_are_asked_for_ahead_once_and_taken_away_behind(room: Room, datas
     assert waiting(room) == 2 * total and len(room.store.list("negatives")) == 2 * total
     shards.draw(1, everything)
     assert len(room.store.list("negatives")) == total and ShardBoard(room.broker, room.store).waiting() == total
-    follower = shards_of(room, wanted, room.send, Time(), leader=False)
+    follower = shards_of(room, wanted, room.send, Clock(), leader=False)
     before = waiting(room)
     assert np.array_equal(follower.draw(1, everything), shards.draw(1, everything))
     assert waiting(room) == before and follower.from_room == total
@@ -116,10 +132,10 @@ def test_a_run_goes_on_without_room_or_broker(room: Room, dataset: str) -> None:
     def away(_: NegativesWanted) -> None:
         raise BrokerUnavailable("the broker is away")
 
-    time = Time()
-    shards = shards_of(room, wanted, away, time)
+    clock = Clock()
+    shards = shards_of(room, wanted, away, clock)
     assert shards.draw(0, np.arange(40)).shape == (40, 3)
-    assert shards.drawn_here == 2 and 5 <= time.now < 6, "it waits once, not for every shard"
+    assert shards.drawn_here == 2 and 5 <= clock.now < 6, "it waits once, not for every shard"
 
 
 def test_what_runs_leave_behind_is_swept_a_day_later(room: Room, dataset: str) -> None:
@@ -191,6 +207,7 @@ def test_without_a_model_the_newest_generator_is_taken(room: Room, dataset: str,
     with pytest.raises(Conflict, match="no generator has been trained"):
         job.run(context(room, inputs={"dataset": dataset}))
     tasks.note_model(ModelTrained(job_id="train-1", model=model, catalog=catalog), room)
+    tasks.note_model(ModelTrained(job_id="train-2", model="models/sha256-" + "0" * 64), room)  # a retriever
     assert NewestModels(room.broker).find("e" * 64) is None
     for inputs in ({"dataset": dataset}, {"dataset": dataset, "catalog": catalog}):
         assert job.run(context(room, inputs=inputs, config={"width": 2, "points": 1})).result["model"] == model

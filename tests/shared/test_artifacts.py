@@ -132,3 +132,20 @@ def test_a_reference_never_leads_out_of_the_store(tmp_path: Path) -> None:
         assert not store.exists(ref)
         with pytest.raises(NotFound):
             store.get(ref, verify=False)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_is_removed_is_gone_and_can_be_made_again(tmp_path: Path, remote: bool) -> None:
+    root = f"memory://removed-{tmp_path.name}" if remote else str(tmp_path / "artifacts")
+    store = ArtifactStore(root, tmp_path / "cache")
+    first, second = (store.put("things", write(tmp_path / name, {"a/b": name.encode()})) for name in ("one", "two"))
+    store.get(first)
+    store.remove(first)
+    store.remove(first)
+    assert store.list("things") == [second] and not store.exists(first)
+    with pytest.raises(NotFound):
+        store.get(first)
+    assert store.put("things", tmp_path / "one") == first and (store.get(first) / "a" / "b").read_bytes() == b"one"
+    for nothing in ("things/../..", "things/sha256-" + "0" * 64):
+        store.remove(nothing)
+    assert store.exists(second)
