@@ -122,7 +122,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
     trainer = Trainer(
         config,
         objective,
-        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times()),
+        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size)),
         validate if valid else None,
         listener,
         job.workdir / "checkpoints",
