@@ -17,6 +17,7 @@ import torch
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
+from semantide.services.training.heartbeat import Heartbeat, Watch
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.objective import NextItem, NextToken
@@ -39,6 +40,7 @@ from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.telemetry import logger
 
+_PATIENCE_SECONDS = 60.0
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
@@ -63,10 +65,14 @@ def train(job: JobContext) -> JobOutcome:
     config = recipe(job.spec.recipe or "small", changes)
     if processes > 1 and config.epochs and "RANK" not in os.environ:
         return _by_ranks(job, processes)
-    world = World.join(timeout_seconds=job.settings.training_timeout_seconds, clock=time.monotonic)
+    # Longer than the watch waits: it knows which rank hangs.
+    world = World.join(timeout_seconds=job.settings.training_timeout_seconds + _PATIENCE_SECONDS, clock=time.monotonic)
+    heartbeat = Heartbeat(job.workdir / "beats", world.rank) if world.size > 1 else None
     try:
-        return _train(job, config, promote, world)
+        return _train(job, config, promote, world, heartbeat)
     finally:
+        if heartbeat is not None:
+            heartbeat.close()
         world.close()
 
 
@@ -87,14 +93,15 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
     job.check_cancelled()
     forget_ranks(job.workdir)
     command = [sys.executable, "-m", "semantide.services.local", "rank", job.id]
-    launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost)
+    watch = Watch(job.workdir / "beats", job.settings.training_timeout_seconds, time.time)
+    launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
     outcome = rank_outcome(job.workdir)
-    for folder in ("checkpoints", "model", "ranks"):
+    for folder in ("checkpoints", "model", "ranks", "beats"):
         job.discard(job.workdir / folder)
     return outcome
 
 
-def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) -> JobOutcome:
+def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
@@ -103,8 +110,13 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
         raise ValueError(f"{world.size} processes would each change a table of their own: shard the tables, or train a {config.model_type} with processes 1")
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
-    def tick(done: int, total: int) -> None:
+    def check() -> None:
+        if heartbeat is not None:
+            heartbeat.beat()
         job.check_cancelled()
+
+    def tick(done: int, total: int) -> None:
+        check()
         if world.leads:
             job.progress(done, total, "users", "validating")
 
@@ -118,7 +130,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
         sums = world.all_reduce_sum(torch.tensor([len(mine), *(len(mine) * figures.get(name, 0.0) for name in names)], dtype=torch.float64))
         return {name: float(total / sums[0]) for name, total in zip(names, sums[1:], strict=True)}
 
-    listener = Listener(time.monotonic, check_cancelled=job.check_cancelled)
+    listener = Listener(time.monotonic, check_cancelled=check)
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     trainer = Trainer(
@@ -134,6 +146,8 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
     )
     # Without epochs, a checkpoint that is trained already is measured and stored as it is.
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
+    if heartbeat is not None:
+        heartbeat.close()
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
     if not world.leads:
         return JobOutcome()
