@@ -32,6 +32,7 @@ from semantide.services.training.flight import Ferry, Flight
 from semantide.services.training.load_balancing import Share
 from semantide.services.training.objective import Objective
 from semantide.services.training.occupancy import Occupancy
+from semantide.shared.errors import RankLost
 
 _JOIN_SECONDS = 5.0
 """How long a stage may take to end after an error: one that waits for a rank that is gone must not keep the error from being told."""
@@ -99,12 +100,15 @@ class Pipeline:
         try:
             if error is None:
                 self.settle()
-            elif self._num_ranks > 1 and self._threaded:
+            elif self._num_ranks > 1 and self._threaded and not isinstance(error, RankLost):
                 self._land()
         finally:
             self._stop()
+            patience = _JOIN_SECONDS
             for thread in self._threads:
-                thread.join(_JOIN_SECONDS)
+                thread.join(patience)
+                if thread.is_alive():
+                    patience = 0.0  # it waits for another rank, and so may the rest
 
     def take(self) -> Flight:
         """The next batch, ready to be computed with."""

@@ -211,13 +211,13 @@ class Trainer:
     def _train_on(self, flight: Flight, rate: float, cancelled: bool) -> tuple[list[float], bool, bool]:
         """One step; the loss's parts, and whether any rank wants to stop or the first to save."""
         world, share, batch = self._world, flight.share, flight.batch
+        began, exchanging = self.listener.clock(), world.traffic.seconds
         for optimiser in self._optimisers:
             set_rate(optimiser, rate)
             optimiser.zero_grad(set_to_none=True)
         if world.size > 1:
             # Drawn anew for each step and rank, so that going on needs no rank's past and works with any number of ranks.
             torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step, world.rank]).generate_state(1)[0]))
-        began, exchanging = self.listener.clock(), world.traffic.seconds
         self._gradients.begin()
         counts_K = None if share.counts_K is None else share.counts_K.to(self._device)
         loss: Tensor | None = None
