@@ -106,6 +106,8 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
     model, objective, ranker = _assemble(config, dataset, catalog, job, world.device)
+    if world.size > 1 and any(isinstance(table, LocalTable) for table in objective.tables.values()):
+        raise ValueError(f"{world.size} processes would each change a table of their own: shard the tables, or train a {config.model_type} with processes 1")
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
     def check() -> None:
@@ -134,7 +136,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     trainer = Trainer(
         config,
         objective,
-        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times()),
+        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size)),
         validate if valid else None,
         listener,
         job.workdir / "checkpoints",
