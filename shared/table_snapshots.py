@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from semantide.shared.artifacts import digest_file
-from semantide.shared.errors import Conflict, Corrupt
+from semantide.shared.errors import Conflict, Corrupt, NotFound
 
 _ROWS, _CARD = "rows.safetensors", "snapshot.json"
 
@@ -75,6 +76,57 @@ class TableSnapshot:
     def _check(self, folder: Path, card: dict[str, Any]) -> None:
         if table_digest(self.ids_N, self.vectors_ND) != card["table"]:
             raise Corrupt(f"{folder} does not lead to the table that it was written for: fetch it and what it follows again, or begin with a new base")
+
+
+class TableChain:
+    """A base and its deltas in one folder, ``000000`` and on: training appends, serving reads what came since it last looked.
+
+    Each is written aside and renamed, so that a reader on another machine sees whole ones only and a kill leaves none half there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, ids_N: Tensor, vectors_ND: Tensor) -> TableSnapshot:
+        """Write the base.
+
+        Raises: Conflict where there is one already.
+        """
+        if self._links():
+            raise Conflict(f"{self.folder} has a base already: append to it, or give another folder")
+        return self._put(0, lambda aside: write_base(aside, ids_N, vectors_ND))
+
+    def append(self, before: TableSnapshot, ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor) -> TableSnapshot:
+        """Write the next delta, see ``write_delta``.
+
+        Raises: Conflict when ``before`` is not the newest.
+        """
+        if before.number + 1 != len(self._links()):
+            raise Conflict(f"{self.folder} stands at {len(self._links()) - 1} and this delta follows {before.number}: read the chain first, then append")
+        return self._put(before.number + 1, lambda aside: write_delta(aside, before, ids_N, vectors_ND, deleted_M))
+
+    def read(self, known: TableSnapshot | None = None) -> TableSnapshot:
+        """The newest table; ``known`` is what was read before, and only what came since is read then.
+
+        Raises: Corrupt, Conflict as ``TableSnapshot``; NotFound for a folder without a base.
+        """
+        links = self._links()
+        if not links:
+            raise NotFound(f"{self.folder} has no table snapshot: train one, or give the folder of one")
+        snapshot = TableSnapshot.read(links[0]) if known is None else known
+        for delta in links[1:] if known is None else [link for link in links if int(link.name) > known.number]:
+            snapshot = snapshot.followed_by(delta)
+        return snapshot
+
+    def _links(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdigit())
+
+    def _put(self, number: int, write: Callable[[Path], TableSnapshot]) -> TableSnapshot:
+        aside = self.folder / f".incoming-{number:06d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        snapshot = write(aside)
+        aside.rename(self.folder / f"{number:06d}")
+        return snapshot
 
 
 def write_base(folder: Path, ids_N: Tensor, vectors_ND: Tensor) -> TableSnapshot:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantide.shared.errors import Conflict, Corrupt
-from semantide.shared.table_snapshots import TableSnapshot, joined, write_base, write_delta
+from semantide.shared.errors import Conflict, Corrupt, NotFound
+from semantide.shared.table_snapshots import TableChain, TableSnapshot, joined, write_base, write_delta
 
 IDS = st.sets(st.integers(0, 30), max_size=12)
 CHANGES = st.lists(st.tuples(IDS, IDS), max_size=5)
@@ -114,7 +114,29 @@ def test_rows_of_several_ranks_make_one_table(tmp_path: Path) -> None:
     ids, values = vectors(set(range(11)), 1)
     whole = write_base(tmp_path / "whole", ids, values)
     dealt = write_base(tmp_path / "dealt", *joined([(whole.ids_N[rank::3], whole.vectors_ND[rank::3]) for rank in (2, 0, 1)]))
-    assert dealt == dealt and torch.equal(dealt.vectors_ND, whole.vectors_ND) and dealt.link == whole.link
+    assert torch.equal(dealt.vectors_ND, whole.vectors_ND) and dealt.link == whole.link
+
+
+def test_a_reader_follows_a_chain_that_grows(tmp_path: Path) -> None:
+    chain, gone = TableChain(tmp_path / "chain"), torch.tensor([2])
+    with pytest.raises(NotFound, match="no table snapshot"):
+        chain.read()
+    begun = chain.begin(*vectors(set(range(5)), 1))
+    seen = chain.read()
+    first = chain.append(begun, *vectors({1, 9}, 2), gone)
+    (tmp_path / "chain" / ".incoming-000002").mkdir()  # a kill left it
+    second = chain.append(first, *vectors({2}, 3), torch.tensor([9]))
+    for read in (chain.read(seen), chain.read()):
+        assert (read.number, read.ids_N.tolist()) == (2, [0, 1, 2, 3, 4])
+        assert torch.equal(read.vectors_ND, second.vectors_ND)
+    assert chain.read(second) is second
+    with pytest.raises(Conflict, match="stands at 2 and this delta follows 1"):
+        chain.append(first, *vectors({2}, 3), gone)
+    with pytest.raises(Conflict, match="has a base already"):
+        chain.begin(*vectors({1}, 1))
+    shutil.rmtree(tmp_path / "chain" / "000001")
+    with pytest.raises(Conflict, match="give delta 1 next"):
+        chain.read(seen)
 
 
 def test_wrong_rows_are_refused(tmp_path: Path) -> None:
