@@ -110,7 +110,7 @@ class Trainer:
         """
         torch.manual_seed(self._seed)
         self._restore()
-        state, config = self.state, self.config
+        state = self.state
         self._saved_at = self.listener.clock()
         while not state.finished:
             epoch = self.sampler.epoch(state.epoch)
