@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.http import APIRouter, Query
+from semantide.shared.http import APIRouter, Query, Response
+from semantide.shared.job_report import page
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
 
@@ -43,6 +44,10 @@ def build(room: Room) -> APIRouter:
     def metrics(job_id: str, after: int = -1) -> list[dict[str, float]]:
         jobs.get(job_id)
         return jobs.metrics(job_id, after)
+
+    @router.get("/jobs/{job_id}/report", tags=["jobs"], summary="The job and its metrics as one HTML page with plots")
+    def report(job_id: str) -> Response:
+        return Response(page(jobs.get(job_id), jobs.metrics(job_id)), media_type="text/html; charset=utf-8")
 
     @router.get("/jobs/{job_id}/log", tags=["jobs"], summary="The end of the log of the job's process")
     def log(job_id: str) -> dict[str, str]:

@@ -58,6 +58,8 @@ class Client:
         except httpx.HTTPError as error:
             raise TransientError(f"{self.url} does not answer ({type(error).__name__}: {error}): is the stack up? (`semantide status`)") from error
         if answer.is_success:
+            if answer.headers.get("content-type", "").startswith("text/"):
+                return answer.text
             return answer.json() if answer.content else None
         try:
             body = answer.json()["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -95,3 +96,17 @@ def resume_job(job_id: str, wait: Wait = True) -> None:
 def job_log(job_id: str) -> None:
     """Print the end of a job's log."""
     sys.stdout.write(Client(Settings()).get(f"/v1/jobs/{job_id}/log")["log"])
+
+
+def report(
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="As `semantide jobs list` shows it")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; JOB.html by default, `-` for the standard output")] = None,
+) -> None:
+    """Write a job's report: one HTML page with its plots, that needs nothing but itself."""
+    text = str(Client(Settings()).get(f"/v1/jobs/{job_id}/report"))
+    if output == Path("-"):
+        sys.stdout.write(text)
+        return
+    path = output or Path(f"{job_id}.html")
+    path.write_text(text, encoding="utf-8")
+    display.console.print(f"wrote {path}", highlight=False)

@@ -34,6 +34,7 @@ app = typer.Typer(
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
+app.command()(jobs.report)
 
 _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5

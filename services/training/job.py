@@ -17,6 +17,7 @@ import torch
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
+from semantide.services.training.flops import StepMeter, measured_peak, work_of
 from semantide.services.training.heartbeat import Heartbeat, Watch
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
@@ -27,6 +28,7 @@ from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
+from semantide.shared.allocator import keep_freed_memory
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
@@ -50,6 +52,7 @@ _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or
 
 def run(job: JobContext) -> JobOutcome:
     """Dispatch on the job's kind."""
+    keep_freed_memory()
     try:
         return train(job) if job.spec.kind == "train" else evaluate_models(job)
     except ValueError as error:
@@ -134,7 +137,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
         sums = world.all_reduce_sum(torch.tensor([len(mine), *(len(mine) * figures.get(name, 0.0) for name in names)], dtype=torch.float64))
         return {name: float(total / sums[0]) for name, total in zip(names, sums[1:], strict=True)}
 
-    listener = Listener(time.monotonic, check_cancelled=check)
+    listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: _memory_bytes(world.device))
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     trainer = Trainer(
@@ -147,6 +150,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
         seed=job.spec.seed,
         identity=json.dumps(job.spec.inputs, sort_keys=True),
         world=world,
+        meter=StepMeter(work_of(model, config, len(dataset.item_ids)), measured_peak(world.device, _dtype(config, world.device), time.perf_counter)),
     )
     # Without epochs, a checkpoint that is trained already is measured and stored as it is.
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
@@ -334,6 +338,22 @@ def _checkpoint_folder(job: JobContext, said: str) -> Path:
             "folder to SEMANTIDE_IMPORT_ROOTS"
         )
     return real
+
+
+def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    short = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    return torch.bfloat16 if short else torch.float32
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _input(job: JobContext, name: str) -> str:

@@ -23,6 +23,7 @@ from semantide.services.training.batches import Epoch, Sampler
 from semantide.services.training.checkpoint import Checkpoints, Deal
 from semantide.services.training.fence import Staleness
 from semantide.services.training.flight import Flight
+from semantide.services.training.flops import StepMeter
 from semantide.services.training.gradients import GradientSum
 from semantide.services.training.load_balancing import CostModel, Shares, StepTimes
 from semantide.services.training.objective import Objective
@@ -64,6 +65,8 @@ class Listener:
     progress: Callable[[float, float, str, str], None] = lambda done, total, unit, stage: None
     metric: Callable[[int, dict[str, float]], None] = lambda step, values: None
     check_cancelled: Callable[[], None] = lambda: None
+    memory_bytes: Callable[[], int] = lambda: 0
+    """The most memory that the process had so far; 0 where nobody looks."""
 
 
 class Trainer:
@@ -82,7 +85,9 @@ class Trainer:
         identity: str = "",
         checkpoint_seconds: float = 20.0,
         world: World | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
+        """``meter`` adds the use of the device's arithmetic to the metrics."""
         self.config, self.objective, self.sampler, self.validate, self.listener = config, objective, sampler, validate, listener
         self.model: nn.Module = objective.model
         self.state = RunState()
@@ -98,6 +103,7 @@ class Trainer:
         self._best_tables: dict[str, dict[str, Tensor]] = {}
         self._on_the_way: dict[str, Tensor] = {}
         self._occupancy = Occupancy()
+        self._meter = meter
         self._device = self._parameters[0].device
         self._saved_at = 0.0
         self._loading = self._world.channel()
@@ -167,8 +173,10 @@ class Trainer:
 
     def _run_batches(self, pipeline: Pipeline, shares: Shares, num_batches: int) -> None:
         state, config, clock = self.state, self.config, self.listener.clock
-        mark, tokens = clock(), 0
+        mark, tokens, moved = clock(), 0, self._world.traffic.seconds
         self._occupancy.report(1.0)
+        if self._meter is not None:
+            self._meter.report(1.0)
         while state.batch < num_batches:
             cancelled = self._cancelled()
             if cancelled is not None and self._world.size == 1:
@@ -180,6 +188,8 @@ class Trainer:
                 flight = pipeline.take()
                 parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             tokens += flight.share.num_items * self.objective.tokens_per_item
+            if self._meter is not None:
+                self._meter.add(flight.share.batch.items.lengths_B)
             pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
             state.batch += 1
             state.step += 1
@@ -188,9 +198,13 @@ class Trainer:
                 values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
                 values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
-                    values |= {"imbalance": flight.share.imbalance}
+                    values |= {"imbalance": flight.share.imbalance, "communication_share": (self._world.traffic.seconds - moved) / seconds}
+                if self._meter is not None:
+                    values |= self._meter.report(seconds)
+                if memory := self.listener.memory_bytes():
+                    values["memory_bytes"] = memory
                 self.listener.metric(state.step, values | {f"loss_part_{index}": part for index, part in enumerate(parts)})
-                mark, tokens = clock(), 0
+                mark, tokens, moved = clock(), 0, self._world.traffic.seconds
             self.listener.progress(state.epoch + state.batch / num_batches, config.epochs, "epochs", "training")
             if self._world.size > 1 and state.step in _FITS:
                 # What may be loaded already on some rank is shared out by the old model on all.

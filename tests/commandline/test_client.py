@@ -57,6 +57,16 @@ def test_a_file_out_of_the_stacks_reach_is_uploaded_under_a_name_of_its_own(
     assert not path.parent.exists()
 
 
+@pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")
+def test_a_jobs_report_is_written_as_a_page(client: Client, tmp_path: Path) -> None:
+    job = client.post("/v1/jobs", JobSpec(kind="train", recipe="tiny").model_dump(mode="json"))
+    path = tmp_path / "report.html"
+    assert invoke("report", job["id"], "--output", str(path)).exit_code == 0
+    assert path.read_text().startswith("<!doctype html>") and job["id"] in path.read_text()
+    assert invoke("report", job["id"], "-o", "-").output == path.read_text()
+    assert invoke("report", "nope").exit_code != 0
+
+
 def test_recommend_sends_what_serving_takes(client: Client) -> None:
     arguments = ["--item", "a", "--item", "b", "--n", "3", "--beam-width", "20", "--exclude-seen", "--exclude", "c", "--category", "x", "--every-category", "y"]
     outcome = invoke("recommend", *arguments)

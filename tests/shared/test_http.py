@@ -111,6 +111,9 @@ def test_jobs_over_http(client: TestClient) -> None:
     assert client.post(f"/v1/jobs/{job['id']}/resume").json()["state"] == "queued"
     assert client.get(f"/v1/jobs/{job['id']}/metrics").json() == []
     assert client.get(f"/v1/jobs/{job['id']}/log").json() == {"log": ""}
+    report = client.get(f"/v1/jobs/{job['id']}/report")
+    assert report.headers["content-type"] == "text/html; charset=utf-8" and job["id"] in report.text
+    assert client.get("/v1/jobs/nope/report").status_code == 404
     assert client.get("/v1/jobs/nope").status_code == 404
 
 
