@@ -168,6 +168,7 @@ namespace {
 #include "rows.h"
 #include "sampled_softmax.h"
 #include "matrix_product.h"
+#include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #include "embedding_rows.h"
 #undef VECTOR_BYTES
@@ -194,6 +195,7 @@ namespace {
 #include "rows.h"
 #include "sampled_softmax.h"
 #include "matrix_product.h"
+#include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #include "embedding_rows.h"
 #undef VECTOR_BYTES
@@ -219,6 +221,7 @@ namespace {
 #include "rows.h"
 #include "sampled_softmax.h"
 #include "matrix_product.h"
+#include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #include "embedding_rows.h"
 #undef VECTOR_BYTES

@@ -74,15 +74,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGE, time_weights_HK, position_weights_HP, offsets_B1, times_T, out_THE, sums_TH = ctx.saved_tensors
         grad_THE = grad_THE if grad_THE.stride(-1) == 1 else grad_THE.contiguous()
+        bounds, form, scale = ctx.rest
         grads = [x if x is None else x.new_empty(x.shape) for x in (q_THD, k_TGD, v_TGE)]
-        tables = [
-            x if x is None or not wanted else torch.zeros_like(x)
-            for x, wanted in zip((time_weights_HK, position_weights_HP), ctx.needs_input_grad[3:5], strict=True)
-        ]
-        _run(
-            *(q_THD, k_TGD, v_TGE, time_weights_HK, position_weights_HP, offsets_B1, times_T, *ctx.rest),
-            *(grad_THE if out_THE is None else out_THE, sums_TH, grad_THE, grads, tables),
-        )
+        wanted = zip((time_weights_HK, position_weights_HP), ctx.needs_input_grad[3:5], strict=True)
+        tables = [torch.zeros_like(x) if want and x is not None else None for x, want in wanted]
+        out_THE = grad_THE if out_THE is None else out_THE  # whose heads are the same
+        given = (offsets_B1, times_T, bounds, form, scale, out_THE, sums_TH, grad_THE, grads, tables)
+        _run(q_THD, k_TGD, v_TGE, time_weights_HK, position_weights_HP, *given)
         return (*grads, *tables, None, None, None, None, None)
 
 

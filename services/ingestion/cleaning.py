@@ -1,6 +1,7 @@
 """From the raw log to the events that say what a user likes: deleted items out, thin users and items out, repeats in a row folded.
 
 Everything is decided by the events' content, never by the order in which they arrived. Of events in one millisecond the id decides.
+All of a user's events are cleaned together; other users matter only through how many events an item has.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ class CleaningConfig:
     min_item_events: int = 1
     max_history: int = 0
 
+    @property
+    def thins(self) -> bool:
+        """Whether users or items with few events go."""
+        return self.min_user_events > 1 or self.min_item_events > 1
+
 
 @dataclass(frozen=True)
 class Cleaned:
@@ -33,13 +39,12 @@ class Cleaned:
 
 
 def clean(events: pl.DataFrame, deleted: pl.Series, actions: Mapping[str, float], config: CleaningConfig) -> Cleaned:
-    """Clean a log with the columns user, item, time, action, page, event."""
+    """Clean a log with the columns user, item, time, action, page, event, but for what is too thin and what is too old."""
     dropped: dict[str, int] = {}
 
     def kept(frame: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:
-        result = frame.filter(condition)
-        if result.height < frame.height:
-            dropped[reason] = dropped.get(reason, 0) + frame.height - result.height
+        result, lost = _kept(frame, reason, condition)
+        dropped.update(lost)
         return result
 
     frame = kept(events, "item was deleted", ~pl.col("item").is_in(deleted.implode()))
@@ -54,15 +59,26 @@ def clean(events: pl.DataFrame, deleted: pl.Series, actions: Mapping[str, float]
         positives = positives.unique(["user", "item"], keep="first", maintain_order=True)
     if positives.height < before:
         dropped["same item again" + (" in a row" if config.deduplicate == "consecutive" else "")] = before - positives.height
-    while True:
-        size = positives.height
-        positives = kept(positives, f"item has fewer than {config.min_item_events} events", pl.len().over("item") >= config.min_item_events)
-        positives = kept(positives, f"user has fewer than {config.min_user_events} events", pl.len().over("user") >= config.min_user_events)
-        if positives.height == size:
-            break
-    if config.max_history:
-        positives = kept(positives, f"older than the last {config.max_history} of the user", pl.int_range(pl.len()).reverse().over("user") < config.max_history)
     return Cleaned(frame, positives, dropped)
+
+
+def thinned(positives: pl.DataFrame, scarce: pl.Series, config: CleaningConfig) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Without the ``scarce`` items, and then without users who have too few events; to be repeated until nothing goes."""
+    left, items = _kept(positives, f"item has fewer than {config.min_item_events} events", ~pl.col("item").is_in(scarce.implode()))
+    left, users = _kept(left, f"user has fewer than {config.min_user_events} events", pl.len().over("user") >= config.min_user_events)
+    return left, {**items, **users}
+
+
+def latest(positives: pl.DataFrame, config: CleaningConfig) -> tuple[pl.DataFrame, dict[str, int]]:
+    """The last ``max_history`` events of each user."""
+    reason = f"older than the last {config.max_history} of the user"
+    return _kept(positives, reason, pl.int_range(pl.len()).reverse().over("user") < config.max_history)
+
+
+def _kept(frame: pl.DataFrame, reason: str, condition: pl.Expr) -> tuple[pl.DataFrame, dict[str, int]]:
+    result = frame.filter(condition)
+    lost = frame.height - result.height
+    return result, {reason: lost} if lost else {}
 
 
 def _folded(positives: pl.DataFrame) -> pl.DataFrame:

@@ -1,13 +1,12 @@
 """A data set from the log: cleaned histories, pages, items and a split, written in the format of ``shared/dataset.py``.
 
-The same events and items give the same bytes, whatever segments, files or order they came in.
-Legend: U users, E events.
+The same events and items give the same bytes, whatever segments, files, parts or order they came in, and whichever executor did the work.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +16,13 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from semantide.services.ingestion.cleaning import CleaningConfig, clean
-from semantide.services.ingestion.pages import pages
-from semantide.services.ingestion.splits import SplitConfig, split
+from semantide.services.ingestion.cleaning import CleaningConfig
+from semantide.services.ingestion.datasetparts import BUCKETS, bounds, clean_part, finish, latest_part, scatter, survey, thin_part, times_of
+from semantide.services.ingestion.splits import SplitConfig, dated
 from semantide.shared.errors import BadData
+from semantide.shared.executors import Executor, LocalExecutor, Outcome, Piece, Step, Tick
 
+PART_ROWS = 1_000_000
 _ROW_GROUP = 100_000
 
 
@@ -93,100 +94,154 @@ class DatasetConfig:
         return SplitConfig(self.split, self.valid_fraction, self.test_fraction, self.valid_time, self.test_time)
 
 
-def write_dataset(events: pl.DataFrame, items: pa.Table, actions: Mapping[str, float], config: DatasetConfig, folder: Path) -> dict[str, Any]:
+def write_dataset(
+    sources: Sequence[Sequence[Path]],
+    num_events: int,
+    items: pa.Table,
+    actions: Mapping[str, float],
+    config: DatasetConfig,
+    folder: Path,
+    *,
+    workdir: Path,
+    executor: Executor | None = None,
+    part_rows: int = PART_ROWS,
+    tick: Tick = lambda done, total, name: None,
+) -> dict[str, Any]:
     """Write the four files and return the header.
 
-    ``events`` has the columns user, item, time, action, page, event; ``items`` those of an ``items`` artifact.
+    ``sources`` are files with the columns user, item, time, action, page, event, in groups that are read together; ``items`` has the columns of an
+    ``items`` artifact. What is under way is kept below ``workdir``, so that a second call goes on where the first was broken off; a part has about
+    ``part_rows`` events, and never less than one user.
     Raises: BadData where no positive event is left.
     """
+    run = _Steps(executor or LocalExecutor(), workdir, tick)
     deleted_mask = np.asarray(items["deleted"].to_numpy(), dtype=np.bool_)
-    deleted = pl.Series("item", items["item"].filter(pa.array(deleted_mask)).to_pylist(), dtype=pl.String)
     alive = items.filter(pa.array(~deleted_mask)).combine_chunks()
-    cleaned = clean(events, deleted, actions, config.cleaning)
-    positives = cleaned.positives
-    if positives.height == 0:
-        reasons = "; ".join(f"{count} events: {reason}" for reason, count in cleaned.dropped.items()) or f"the log holds {events.height} events"
+    events = _by_user(run, sources, -(-num_events // part_rows))
+    deleted = run.share("deleted", items.select(["item"]).filter(pa.array(deleted_mask)))
+    arguments = {"actions": dict(actions), "config": config.cleaning}
+    cleaned = run("clean", clean_part, [{"events": pieces, "deleted": deleted} for pieces in events], **arguments)
+    dropped: dict[str, int] = {}
+    positives = _thinned(run, cleaned, config, dropped)
+    counts = _summed(positives.tables("items"), "item")
+    num_positives = int(counts["count"].sum())
+    if not num_positives:
+        reasons = "; ".join(f"{count} events: {reason}" for reason, count in dropped.items()) or f"the log holds {num_events} events"
         raise BadData(
             f"no event of intensity {config.positive_intensity} or more is left for a data set ({reasons}): import interactions, or relax the conditions"
         )
 
     described = pl.Series("item", alive["item"].to_pylist(), dtype=pl.String)
-    used = positives["item"].unique()
-    names = (pl.concat([used, described]) if config.keep_cold_items else used).unique().sort()
-    row_of = pl.DataFrame({"item": names, "row": pl.Series(range(len(names)), dtype=pl.Int32)})
-    histories = positives.join(row_of, on="item", how="left", maintain_order="left")
-    users = histories.group_by("user", maintain_order=True).agg(pl.col("row").alias("items"), pl.col("time").alias("times"), pl.col("action").alias("actions"))
-    lengths = users["items"].list.len().to_numpy().astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    times = histories["time"].to_numpy()
-    rows = histories["row"].to_numpy()
-    parts = split(times, offsets, config.splitting)
-
-    within = np.arange(len(rows)) - np.repeat(offsets[:-1], lengths)
-    counts = np.bincount(rows[within < np.repeat(parts.train_end, lengths)], minlength=len(names))
-
-    def time_at(ends: np.ndarray[Any, np.dtype[np.int32]]) -> pl.Series:
-        inside = ends < lengths
-        return pl.Series([int(times[offset + end]) if there else None for offset, end, there in zip(offsets[:-1], ends, inside, strict=True)], dtype=pl.Int64)
-
-    user_row = pl.Series(range(users.height), dtype=pl.Int32)
-    cuts = pl.DataFrame({"user": users["user"], "user_row": user_row, "valid_time": time_at(parts.train_end), "test_time": time_at(parts.valid_end)})
-    seen = cleaned.events.join(row_of, on="item", how="inner", maintain_order="left").join(
-        cuts.select("user", "user_row"), on="user", how="inner", maintain_order="left"
+    names = (pl.concat([counts["item"], described]) if config.keep_cold_items else counts["item"]).unique().sort()
+    rows = run.share("rows", pa.table({"item": names.to_arrow(), "row": pa.array(range(len(names)), pa.int32())}))
+    splitting = dated(config.splitting, num_positives, lambda rank: _time_of_rank(run, positives, rank))
+    finished = run(
+        "finish",
+        finish,
+        [{**cleaned.pieces(part, "events"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
+        splitting=splitting,
+        session_gap_seconds=config.session_gap_seconds,
     )
-    shown = pages(
-        seen.select(pl.col("user_row").alias("user"), pl.col("row").alias("item"), "time", "action", "page", "intensity"),
-        cuts.select(pl.col("user_row").alias("user"), "valid_time", "test_time"),
-        session_gap_ms=config.session_gap_seconds * 1000,
-    )
+    figures = pa.concat_tables(finished.tables("figures")).to_pydict()
+    if not sum(figures["train_events"]):
+        raise BadData(f"a temporal split at {splitting.valid_time} leaves no event to train on: set valid_time and test_time, or use leave-one-out")
+    trained = np.zeros(len(names), np.int64)
+    for table in finished.tables("counts"):
+        trained[table["row"].to_numpy()] += table["count"].to_numpy()
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write(
-        pa.table(
-            {
-                "user": pa.array(users["user"].to_list(), pa.string()),
-                "items": pa.array(users["items"].to_arrow()).cast(pa.list_(pa.int32())),
-                "times": pa.array(users["times"].to_arrow()).cast(pa.list_(pa.int64())),
-                "actions": pa.array(users["actions"].to_arrow()).cast(pa.list_(pa.string())),
-                "train_end": pa.array(parts.train_end, pa.int32()),
-                "valid_end": pa.array(parts.valid_end, pa.int32()),
-            }
-        ),
-        folder / "users.parquet",
-    )
-    _write(_item_table(names, counts, alive), folder / "items.parquet")
-    _write(
-        pa.table(
-            {
-                "user": shown["user"].to_arrow().cast(pa.int32()),
-                "time": shown["time"].to_arrow().cast(pa.int64()),
-                "items": shown["items"].to_arrow().cast(pa.list_(pa.int32())),
-                "actions": shown["actions"].to_arrow().cast(pa.list_(pa.string())),
-            }
-        ),
-        folder / "pages.parquet",
-    )
+    _write(finished.tables("users"), folder / "users.parquet")
+    _write([_item_table(names, trained, alive)], folder / "items.parquet")
+    firsts = np.concatenate([[0], np.cumsum(figures["users"])])
+    _write((_numbered(table, int(first)) for table, first in zip(finished.tables("pages"), firsts, strict=False)), folder / "pages.parquet")
+    totals = {name: max(values) if name == "longest_history" else sum(values) for name, values in figures.items()}
     header = {
         "config": {**asdict(config), "actions": dict(sorted(actions.items()))},
-        "counts": {
-            "users": users.height,
-            "items": len(names),
-            "cold_items": int((counts == 0).sum()),
-            "events": len(rows),
-            "train_events": int(parts.train_end.sum()),
-            "valid_events": int((parts.valid_end - parts.train_end).sum()),
-            "test_events": int((lengths - parts.valid_end).sum()),
-            "pages": shown.height,
-            "log_events": events.height,
-            "longest_history": int(lengths.max()),
-        },
-        "dropped": dict(sorted(cleaned.dropped.items())),
-        "valid_time": parts.valid_time,
-        "test_time": parts.test_time,
+        "counts": {**totals, "items": len(names), "cold_items": int((trained == 0).sum()), "log_events": num_events},
+        "dropped": dict(sorted(dropped.items())),
+        "valid_time": splitting.valid_time if splitting.split == "temporal" else 0,
+        "test_time": splitting.test_time if splitting.split == "temporal" else 0,
         "pages": "a page is in the training part where its time is before the user's times[train_end]; pages are cut at the ends of the parts",
     }
     (folder / "dataset.json").write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
     return header
+
+
+class _Steps:
+    """Runs steps below one folder, and shares small tables between their parts."""
+
+    def __init__(self, executor: Executor, folder: Path, tick: Tick) -> None:
+        self._executor, self._folder, self._tick = executor, folder, tick
+
+    def __call__(self, name: str, function: Any, parts: Sequence[Mapping[str, Sequence[Piece]]], **arguments: Any) -> Outcome:
+        return self._executor.run(Step(name, function, parts, arguments), self._folder, self._tick)
+
+    def share(self, name: str, table: pa.Table) -> Sequence[Piece]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{name}.parquet"
+        pq.write_table(table, path)
+        return (Piece(path),)
+
+
+def _by_user(run: _Steps, sources: Sequence[Sequence[Path]], num_parts: int) -> list[Sequence[Piece]]:
+    """The events of each part: stretches of users in order."""
+    groups: list[Mapping[str, Sequence[Piece]]] = [{"events": [Piece(path) for path in group]} for group in sources]
+    firsts = bounds(list(run("survey", survey, groups).tables("users")), num_parts) if num_parts > 1 else []
+    scattered = run("scatter", scatter, groups, bounds=firsts)
+    return [[Piece(scattered.path(group, "events"), part) for group in range(len(groups))] for part in range(len(firsts) + 1)]
+
+
+def _thinned(run: _Steps, cleaned: Outcome, config: DatasetConfig, dropped: dict[str, int]) -> Outcome:
+    """The histories once nothing more goes; what went is added to ``dropped``."""
+
+    def lose(outcome: Outcome) -> int:
+        lost = _summed(outcome.tables("dropped"), "reason")
+        for reason, count in lost.rows():
+            dropped[reason] = dropped.get(reason, 0) + count
+        return int(lost["count"].sum())
+
+    lose(cleaned)
+    positives, turn = cleaned, 0
+    while config.cleaning.thins:
+        counts = _summed(positives.tables("items"), "item")
+        scarce = run.share(f"scarce-{turn}", counts.filter(pl.col("count") < config.min_item_events).select("item").to_arrow())
+        parts = [{**positives.pieces(part, "positives"), "scarce": scarce} for part in range(cleaned.num_parts)]
+        positives = run(f"thin-{turn}", thin_part, parts, config=config.cleaning)
+        if not lose(positives):
+            break
+        turn += 1
+    if config.max_history:
+        positives = run("latest", latest_part, [positives.pieces(part, "positives") for part in range(cleaned.num_parts)], config=config.cleaning)
+        lose(positives)
+    return positives
+
+
+def _time_of_rank(run: _Steps, positives: Outcome, rank: int) -> int:
+    """The exact ``rank``-th earliest time of all events: the stretch that holds it is divided until it is a millisecond."""
+    low, width, before = -(1 << 47), 1 << 32, 0
+    while True:
+        parts = [positives.pieces(part, "positives") for part in range(positives.num_parts)]
+        name = f"times-{low}-{width}".replace("--", "-m")
+        counts = np.sum([table["count"].to_numpy() for table in run(name, times_of, parts, low=low, width=width).tables("counts")], axis=0)
+        reached = before + np.cumsum(counts)
+        place = int(np.searchsorted(reached, rank, side="right"))
+        before = int(reached[place - 1]) if place else before
+        low += place * width
+        if width == 1:
+            return low
+        width //= BUCKETS
+
+
+def _summed(tables: Iterable[pa.Table], key: str) -> pl.DataFrame:
+    """Sums of ``count`` by key, in the order of the key; one table after another, so that only the sums are in memory."""
+    total = pl.DataFrame(schema={key: pl.String, "count": pl.Int64})
+    for table in tables:
+        total = pl.concat([total, pl.DataFrame(pl.from_arrow(table)).cast({key: pl.String, "count": pl.Int64})]).group_by(key).agg(pl.col("count").sum())
+    return total.sort(key)
+
+
+def _numbered(pages: pa.Table, first: int) -> pa.Table:
+    return pages.set_column(0, "user", pa.array(pages["user"].to_numpy() + first, pa.int32()))
 
 
 def _item_table(names: pl.Series, counts: np.ndarray[Any, np.dtype[np.int64]], alive: pa.Table) -> pa.Table:
@@ -218,5 +273,19 @@ def _item_table(names: pl.Series, counts: np.ndarray[Any, np.dtype[np.int64]], a
     )
 
 
-def _write(table: pa.Table, path: Path) -> None:
-    pq.write_table(table.combine_chunks(), path, compression="zstd", row_group_size=_ROW_GROUP)
+def _write(tables: Iterable[pa.Table], path: Path) -> None:
+    """Row groups of one size, however the rows come."""
+    writer, waiting = None, None
+    try:
+        for table in tables:
+            waiting = table if waiting is None else pa.concat_tables([waiting, table])
+            writer = writer or pq.ParquetWriter(path, waiting.schema, compression="zstd")
+            while waiting.num_rows >= _ROW_GROUP:
+                writer.write_table(waiting.slice(0, _ROW_GROUP).combine_chunks(), row_group_size=_ROW_GROUP)
+                waiting = waiting.slice(_ROW_GROUP).combine_chunks()
+        assert writer is not None and waiting is not None, path
+        if waiting.num_rows:
+            writer.write_table(waiting.combine_chunks(), row_group_size=_ROW_GROUP)
+    finally:
+        if writer is not None:
+            writer.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from semantide.services.ingestion.stream import DIMENSION, GROUP, STREAM
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
 from semantide.shared.errors import BadData, TransientError
+from semantide.shared.executors import executor
 from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.jobs import JobContext, JobOutcome, now_ms
 from semantide.shared.telemetry import logger
@@ -197,16 +201,60 @@ def make_dataset(job: JobContext) -> JobOutcome:
     if not segments:
         raise BadData("there are no interactions: send some to POST /v1/interactions, or import a file with `semantide ingest PATH`")
     items = pa.concat_tables(tables) if tables else ARTIFACT_SCHEMA.empty_table()
-    events = pl.read_parquet([segment.path for segment in segments], columns=["user", "item", "time", "action", "page", "event"])
-    job.check_cancelled()
-    job.progress(1, 3, "steps", "cleaning and splitting")
+    settings = job.settings
+    workdir = _workdir(job.workdir / "steps", segments, items, config, settings.actions, settings.data_part_rows)
+
+    def tick(done: int, total: int, name: str) -> None:
+        job.check_cancelled()
+        job.progress(1 + done / total, 3, "steps", name)
+
     with tempfile.TemporaryDirectory(dir=job.workdir) as folder:
-        header = write_dataset(events, items, job.settings.actions, config, Path(folder))
+        header = write_dataset(
+            grouped(segments, settings.data_part_rows),
+            sum(segment.num_rows for segment in segments),
+            items,
+            settings.actions,
+            config,
+            Path(folder),
+            workdir=workdir,
+            executor=executor(settings.data_executor, settings.ray_address),
+            part_rows=settings.data_part_rows,
+            tick=tick,
+        )
         job.check_cancelled()
         job.progress(2, 3, "steps", "storing the data set")
         ref = job.store.put("datasets", Path(folder), config=header["config"], seed=job.spec.seed)
+    job.discard(workdir)
     job.progress(3, 3, "steps", "done")
     return JobOutcome(artifacts={"dataset": ref}, result={"counts": header["counts"], "dropped": header["dropped"]})
+
+
+def grouped(segments: Sequence[Segment], rows: int) -> list[list[Path]]:
+    """Segments to be read together: as many as have about so many rows."""
+    groups: list[list[Path]] = []
+    room = 0
+    for segment in segments:
+        if room <= 0:
+            groups.append([])
+            room = rows
+        groups[-1].append(segment.path)
+        room -= segment.num_rows
+    return groups
+
+
+def _workdir(folder: Path, segments: Sequence[Segment], items: pa.Table, config: DatasetConfig, actions: dict[str, float], part_rows: int) -> Path:
+    """Where the steps keep what they made; emptied where that was of other events, items or options."""
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_stream(buffer, items.schema) as stream:
+        stream.write_table(items)
+    digest = hashlib.sha256(buffer.getvalue())
+    digest.update(json.dumps([[segment.path.name for segment in segments], asdict(config), actions, part_rows], sort_keys=True).encode())
+    kept = folder / "made-of"
+    if not kept.exists() or kept.read_text() != digest.hexdigest():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        kept.write_text(digest.hexdigest())
+    return folder
 
 
 def _wait_for_stream(job: JobContext) -> None:

@@ -7,7 +7,8 @@ Legend: U users, E events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -41,23 +42,34 @@ class Split:
 
 
 def split(times: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], config: SplitConfig) -> Split:
-    """Split histories whose events are in order.
+    """Split histories whose events are in order; a temporal split's two times must be known.
 
     Shapes: ``times`` [E], ``offsets`` [U + 1].
-    Raises: BadData where nothing would be left to train on.
     """
     if config.split == "leave-one-out":
         lengths = np.diff(offsets)
         held_out = lengths >= 3
         return Split((lengths - 2 * held_out).astype(np.int32), (lengths - held_out).astype(np.int32))
-    ordered = np.sort(times)
-    valid_time = config.valid_time or int(ordered[min(len(ordered) - 1, int(len(ordered) * (1 - config.valid_fraction - config.test_fraction)))])
-    test_time = config.test_time or int(ordered[min(len(ordered) - 1, int(len(ordered) * (1 - config.test_fraction)))])
+    assert config.valid_time and config.test_time, config
+    users = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    train_end = np.bincount(users[times < config.valid_time], minlength=len(offsets) - 1).astype(np.int32)
+    valid_end = np.bincount(users[times < config.test_time], minlength=len(offsets) - 1).astype(np.int32)
+    return Split(train_end, valid_end, config.valid_time, config.test_time)
+
+
+def dated(config: SplitConfig, num_events: int, time_of_rank: Callable[[int], int]) -> SplitConfig:
+    """The same with the times of a temporal split, where fractions tell them; ``time_of_rank`` gives the k-th earliest time of all events.
+
+    Raises: BadData where the test would come before the validation.
+    """
+    if config.split == "leave-one-out":
+        return config
+
+    def after(share: float) -> int:
+        return time_of_rank(min(num_events - 1, int(num_events * share)))
+
+    valid_time = config.valid_time or after(1 - config.valid_fraction - config.test_fraction)
+    test_time = config.test_time or after(1 - config.test_fraction)
     if test_time < valid_time:
         raise BadData(f"test_time {test_time} is before valid_time {valid_time}: the test comes last")
-    users = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    train_end = np.bincount(users[times < valid_time], minlength=len(offsets) - 1).astype(np.int32)
-    valid_end = np.bincount(users[times < test_time], minlength=len(offsets) - 1).astype(np.int32)
-    if train_end.sum() == 0:
-        raise BadData(f"a temporal split at {valid_time} leaves no event to train on: set valid_time and test_time, or use leave-one-out")
-    return Split(train_end, valid_end, valid_time, test_time)
+    return replace(config, valid_time=valid_time, test_time=test_time)

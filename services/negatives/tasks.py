@@ -39,9 +39,9 @@ def draw_shard(message: NegativesWanted, room: Room) -> None:
 
 @handler(ModelTrained)
 def note_model(message: ModelTrained, room: Room) -> None:
-    """Remember the newest generator of each tokenizer, whose beams a negatives job searches."""
+    """Remember the newest generator of each tokenizer, whose beams a negatives job searches; a retriever has none."""
     if message.catalog is None:
-        return  # a retriever has no beams
+        return
     header = json.loads((room.store.get(message.catalog) / "catalog.json").read_text())
     NewestModels(room.broker).put(header["tokenizer_digest"], message.model)
 

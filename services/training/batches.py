@@ -53,7 +53,8 @@ class HistoryBatch:
 class Epoch:
     """One pass over the histories, cut into batches.
 
-    Shapes: ``rows``, ``times``, ``events`` [T of all], ``starts_P``, ``lengths_P`` into them; ``batches`` lists pieces.
+    Shapes: ``rows``, ``times``, ``events`` [T of all], ``starts_P``, ``lengths_P`` into them; ``batches`` lists pieces. ``homes_P`` is the rank that holds
+    each piece's rows and times, where no rank holds all; everything else every rank knows of all pieces.
     """
 
     rows: IntArray
@@ -61,6 +62,7 @@ class Epoch:
     starts_P: IntArray
     lengths_P: IntArray
     batches: tuple[IntArray, ...]
+    homes_P: IntArray | None = None
     events: IntArray | None = None
     """Number of each of ``rows`` among all training events; None: they are those, in order."""
     number: int = 0
@@ -86,6 +88,7 @@ class Epoch:
 class Sampler:
     """Makes the epochs of a run.
 
+    With ``held``, a rank and the number of ranks, only every so-many-th history is kept, and the ranks exchange what each needs; the epochs are the same.
     Units: ``times``, of each event of each history: milliseconds, as data sets have them.
     """
 
@@ -95,16 +98,24 @@ class Sampler:
         config: TrainConfig,
         seed: int,
         times: Iterable[npt.NDArray[np.integer]] | None = None,
+        held: tuple[int, int] = (0, 1),
     ) -> None:
-        kept = [np.asarray(history, dtype=np.int64) for history in histories if len(history)]
-        if not kept:
+        self._rank, self._size = held
+        self._rows, self._lengths_U = _held(histories, *held)
+        if not len(self._lengths_U):
             raise BadData("the data set has no training interactions: import more data, or lower the filters of the dataset job")
-        self._rows = np.concatenate(kept)
-        self._times = None if times is None else np.concatenate([np.asarray(moments, dtype=np.int64) for moments in times]) // 1000
-        if self._times is not None and len(self._times) != len(self._rows):
-            raise ValueError(f"{len(self._times)} times for {len(self._rows)} events: give one of each event")
-        self._lengths_U = np.array([len(history) for history in kept], dtype=np.int64)
-        self._starts_U = np.cumsum(self._lengths_U) - self._lengths_U
+        self._times = None
+        if times is not None:
+            moments, numbers = _held(times, *held)
+            if not np.array_equal(numbers, self._lengths_U):
+                raise ValueError(f"{numbers.sum()} times for {self._lengths_U.sum()} events: give one of each event")
+            self._times = moments // 1000
+        mine_U = np.where(np.arange(len(self._lengths_U)) % self._size == self._rank, self._lengths_U, 0)
+        self._starts_U = np.cumsum(mine_U) - mine_U
+        # What is held is numbered as if all were, so that what depends on an event's number does not depend on the ranks.
+        first_U = np.cumsum(self._lengths_U) - self._lengths_U
+        held_U = mine_U > 0
+        self._events = None if self._size == 1 else _ranges(first_U[held_U], self._lengths_U[held_U])[0]
         self._config, self._seed = config, seed
 
     @property
@@ -115,28 +126,38 @@ class Sampler:
     def epoch(self, number: int) -> Epoch:
         """Batches of one pass, each time the same for the same number."""
         config, rng = self._config, np.random.default_rng([self._seed, number])
-        starts, lengths = self._pieces(rng)
-        rows, times, events = self._rows, self._times, None
+        users, skipped, lengths = self._pieces(rng)
+        homes = users % self._size
+        mine = homes == self._rank
+        starts = self._starts_U[users] + skipped
+        rows, times, events = self._rows, self._times, self._events
         if config.skip_rate:
-            places, _ = _ranges(starts, lengths)
             piece = np.repeat(np.arange(len(lengths)), lengths)
-            keep = rng.random(len(places)) >= config.skip_rate
+            keep = rng.random(len(piece)) >= config.skip_rate  # of others' pieces too: every rank draws the same
             left = np.bincount(piece[keep], minlength=len(lengths))
             keep |= (left < np.minimum(2, lengths))[piece]  # a history that would all but vanish stays whole
-            events = places[keep]
-            rows, times = rows[events], None if times is None else times[events]
+            places, _ = _ranges(starts[mine], lengths[mine])
+            places = places[keep[mine[piece]]]
+            events = places if events is None else events[places]
+            rows, times = rows[places], None if times is None else times[places]
             lengths = np.bincount(piece[keep], minlength=len(lengths)).astype(np.int64)
-            starts = np.cumsum(lengths) - lengths
-        # Similar lengths share a batch; some noise keeps the same histories from meeting in every epoch.
-        order = np.argsort(lengths * (1 + 0.05 * rng.random(len(lengths))) + 1.5 * rng.random(len(lengths)), kind="stable")
+            own = np.where(mine, lengths, 0)
+            starts = np.cumsum(own) - own
+        if config.batching == "mixed":
+            order = rng.permutation(len(lengths))
+        else:
+            # Some noise keeps the same histories from meeting in every epoch.
+            order = np.argsort(lengths * (1 + 0.05 * rng.random(len(lengths))) + 1.5 * rng.random(len(lengths)), kind="stable")
         begins = np.cumsum(lengths[order]) - lengths[order]
         batch_of = begins // config.items_per_batch
         cuts = np.flatnonzero(np.diff(batch_of)) + 1
         batches = np.split(order, cuts)
         shuffled = rng.permutation(len(batches))
-        return Epoch(rows, times, starts, lengths, tuple(batches[index] for index in shuffled), events, number)
+        batched = tuple(batches[index] for index in shuffled)
+        return Epoch(rows, times, starts, lengths, batched, homes if self._size > 1 else None, events, number)
 
-    def _pieces(self, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    def _pieces(self, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
+        """Of each piece: whose history, the place in it where it begins, its length."""
         longest, lengths = self._config.max_items, self._lengths_U
         users = np.arange(len(lengths))
         if self._config.crop == "cover":
@@ -152,7 +173,18 @@ class Sampler:
             skipped = rng.integers(0, room + 1)
             if self._config.crop == "mixed":
                 skipped = np.where(rng.random(len(users)) < 0.5, room, skipped)
-        return self._starts_U[users] + skipped, np.minimum(lengths[users], longest)
+        return users, skipped, np.minimum(lengths[users], longest)
+
+
+def _held(sequences: Iterable[npt.NDArray[np.integer]], rank: int, size: int) -> tuple[IntArray, IntArray]:
+    """The values of every ``size``-th sequence that is not empty, from ``rank`` on, one after another; and all their lengths."""
+    kept, lengths = [np.zeros(0, dtype=np.int64)], []
+    for sequence in sequences:
+        if len(sequence):
+            if len(lengths) % size == rank:
+                kept.append(np.asarray(sequence, dtype=np.int64))
+            lengths.append(len(sequence))
+    return np.concatenate(kept), np.array(lengths, dtype=np.int64)
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:

@@ -34,13 +34,13 @@ class _Bucket:
 
 
 class GradientSum:
-    """Sums gradients over a world: ``begin``, one backward pass, ``finish``. On a world of one it does nothing."""
+    """Sums gradients over a world: ``begin``, one backward pass, ``finish``; other backward passes are left alone. On a world of one it does nothing."""
 
     def __init__(self, world: World, parameters: Sequence[nn.Parameter], *, bucket_bytes: int = 16 * 1024**2, overlap: bool = True) -> None:
         self._world, self._overlap = world, overlap
         self._buckets: list[_Bucket] = []
         self._home: dict[nn.Parameter, tuple[int, Tensor, Tensor]] = {}
-        self._launched = 0
+        self._launched, self._begun = 0, False
         if world.size == 1:
             return
         group: list[nn.Parameter] = []
@@ -64,12 +64,14 @@ class GradientSum:
 
     def begin(self) -> None:
         """Before the backward pass; gradients are None."""
-        self._launched = 0
+        self._launched, self._begun = 0, True
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.missing, bucket.pending = len(bucket.parameters), None
 
     def _ready(self, parameter: Tensor) -> None:
+        if not self._begun:
+            return
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         index, view, present = self._home[parameter]
         view.copy_(parameter.grad)
@@ -91,6 +93,7 @@ class GradientSum:
 
         Raises: RankLost when a rank is gone or does not answer in time.
         """
+        self._begun = False
         while self._launched < len(self._buckets):
             self._launch()
         for bucket in self._buckets:

@@ -18,6 +18,7 @@ from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
+from semantide.services.training.heartbeat import Heartbeat, Watch
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
@@ -27,6 +28,7 @@ from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
+from semantide.shared.allocator import keep_freed_memory
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
@@ -44,11 +46,13 @@ from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
 from semantide.shared.telemetry import logger
 
+_PATIENCE_SECONDS = 60.0
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
 def run(job: JobContext) -> JobOutcome:
     """Dispatch on the job's kind."""
+    keep_freed_memory()
     try:
         return train(job) if job.spec.kind == "train" else evaluate_models(job)
     except ValueError as error:
@@ -68,10 +72,14 @@ def train(job: JobContext) -> JobOutcome:
     config = recipe(job.spec.recipe or "small", changes)
     if processes > 1 and config.epochs and "RANK" not in os.environ:
         return _by_ranks(job, processes)
-    world = World.join(timeout_seconds=job.settings.training_timeout_seconds, clock=time.monotonic)
+    # Longer than the watch waits: it knows which rank hangs.
+    world = World.join(timeout_seconds=job.settings.training_timeout_seconds + _PATIENCE_SECONDS, clock=time.monotonic)
+    heartbeat = Heartbeat(job.workdir / "beats", world.rank) if world.size > 1 else None
     try:
-        return _train(job, config, promote, world)
+        return _train(job, config, promote, world, heartbeat)
     finally:
+        if heartbeat is not None:
+            heartbeat.close()
         world.close()
 
 
@@ -92,22 +100,30 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
     job.check_cancelled()
     forget_ranks(job.workdir)
     command = [sys.executable, "-m", "semantide.services.local", "rank", job.id]
-    launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost)
+    watch = Watch(job.workdir / "beats", job.settings.training_timeout_seconds, time.time)
+    launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
     outcome = rank_outcome(job.workdir)
-    for folder in ("checkpoints", "model", "ranks"):
+    for folder in ("checkpoints", "model", "ranks", "beats"):
         job.discard(job.workdir / folder)
     return outcome
 
 
-def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) -> JobOutcome:
+def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
-    model, objective, ranker = _assemble(config, dataset, catalog, job, world.device)
+    model, objective, ranker = _assemble(config, dataset, catalog, job, world)
+    if world.size > 1 and any(isinstance(table, LocalTable) for table in objective.tables.values()):
+        raise ValueError(f"{world.size} processes would each change a table of their own: shard the tables, or train a {config.model_type} with processes 1")
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
-    def tick(done: int, total: int) -> None:
+    def check() -> None:
+        if heartbeat is not None:
+            heartbeat.beat()
         job.check_cancelled()
+
+    def tick(done: int, total: int) -> None:
+        check()
         if world.leads:
             job.progress(done, total, "users", "validating")
 
@@ -121,13 +137,13 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
         sums = world.all_reduce_sum(torch.tensor([len(mine), *(len(mine) * figures.get(name, 0.0) for name in names)], dtype=torch.float64))
         return {name: float(total / sums[0]) for name, total in zip(names, sums[1:], strict=True)}
 
-    listener = Listener(time.monotonic, check_cancelled=job.check_cancelled, memory_bytes=lambda: _memory_bytes(world.device))
+    listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: _memory_bytes(world.device))
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     trainer = Trainer(
         config,
         objective,
-        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times()),
+        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size)),
         validate if valid else None,
         listener,
         job.workdir / "checkpoints",
@@ -138,6 +154,8 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World) ->
     )
     # Without epochs, a checkpoint that is trained already is measured and stored as it is.
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
+    if heartbeat is not None:
+        heartbeat.close()
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
     if not world.leads:
         return JobOutcome()
@@ -244,14 +262,15 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, device: torch.device) -> tuple[Any, Any, Ranker]:
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World) -> tuple[Any, Any, Ranker]:
+    device = world.device
     if config.model_type == "retriever":
         shape = replace(config.retriever, max_items=config.max_items)
         retriever = Retriever(shape).to(device)
         table = LocalTable(len(dataset.item_ids), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
         counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
         ranker = RetrieverRanker(retriever, lambda: table.weight_ND, np.arange(len(dataset.item_ids)), config.max_items)
-        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job)), ranker
+        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job, world.leads)), ranker
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
@@ -278,7 +297,7 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
     )
 
 
-def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext) -> BatchNegatives:
+def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:
     """What the retriever's targets are compared with: drawn here, or with ``ahead`` by the negatives room."""
     mix, ahead = mix_of(config), config.negatives.ahead
     catalog = _input(job, "catalog") if mix is not None and mix.prefix else None
@@ -297,6 +316,7 @@ def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobCo
         clock=time.monotonic,
         pause=time.sleep,
         wait_seconds=job.settings.negatives_wait_seconds if ahead else 0.0,
+        leader=leads,
     )
     return BatchNegatives.of(config, counts_N, codes_NL, shards)
 

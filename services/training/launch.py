@@ -10,12 +10,14 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from semantide.services.training.heartbeat import Watch
 from semantide.shared.errors import JobCancelled, PermanentError
 
 _STOP_SECONDS = 15
@@ -30,10 +32,13 @@ class Launch:
     attempts: int
 
 
-def launch(command: Sequence[str], plan: Launch, *, failed: Callable[[], Exception | None], lost: Callable[[int, str], None]) -> None:
+def launch(
+    command: Sequence[str], plan: Launch, *, failed: Callable[[], Exception | None], lost: Callable[[int, str], None], watch: Watch | None = None
+) -> None:
     """Run ``command`` in every rank until all have ended well.
 
-    ``failed`` says what a rank itself has said of its end, where that is no reason to try again; ``lost`` hears of each attempt that is made again.
+    ``failed`` says what a rank itself has said of its end, where that is no reason to try again; ``lost`` hears of each attempt that is made again; ``watch``
+    ends ranks that hang.
 
     Raises: what ``failed`` says, JobCancelled when this process is asked to stop, PermanentError after the last attempt.
     """
@@ -41,14 +46,15 @@ def launch(command: Sequence[str], plan: Launch, *, failed: Callable[[], Excepti
     try:
         for attempt in range(1, plan.attempts + 1):
             try:
-                _once(command, plan.processes)
+                with watch or nullcontext():
+                    _once(command, plan.processes)
                 return
             except SignalException as error:
                 raise JobCancelled(f"asked to stop by signal {int(error.sigval)}") from error
             except ChildFailedError as error:
                 if cause := failed():
                     raise cause from error
-                how = _how(error)
+                how = (watch.said if watch is not None else "") or _how(error)
                 if attempt == plan.attempts:
                     raise PermanentError(f"{how}, in the last of {attempt} attempts: see the job's log; the last good checkpoint stays") from error
                 lost(attempt, how)

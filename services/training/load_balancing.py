@@ -2,7 +2,7 @@
 
 A history of n items costs n + alpha n^2: the layers' matrices see each item once, attention sees each pair. The dearest history goes first, always to
 the rank that has least (longest processing time first). Only the histories of one global batch change places, so what a step computes does not
-depend on who computes it. The plans, and with ``exchange`` the one all-to-all that brings each history to its rank, are made by a thread ahead of the steps.
+depend on who computes it. The plans, and where no rank holds all histories the one all-to-all that brings each to its rank, are made ahead of the steps.
 Legend: P pieces (histories or stretches of them), S measured steps, R ranks.
 """
 
@@ -123,14 +123,13 @@ class Shares:
         count: Callable[[HistoryBatch], Tensor],
         *,
         first: int = 0,
-        exchange: bool = False,
         balanced: bool = True,
         ahead: int = _AHEAD,
     ) -> None:
-        """``world`` is a channel that nobody else uses; with ``exchange`` a rank reads only the pieces whose number is its own modulo the ranks."""
+        """``world`` is a channel that nobody else uses."""
         self._world, self._epoch, self._count = world, epoch, count
         self._models = [(first, model)]
-        self._exchange, self._balanced, self._ahead = exchange, balanced, ahead
+        self._balanced, self._ahead = balanced, ahead
         self._next = first
         self._made: dict[int, Future[Share]] = {}
         # One thread: the collectives of a channel come in the same order on every rank.
@@ -168,31 +167,31 @@ class Shares:
         costs = model.costs(lengths)
         parts = assign(costs, world.size) if self._balanced else np.array_split(np.arange(len(pieces)), world.size)
         shares = [pieces[part] for part in parts]
-        batch = self._exchanged(shares) if self._exchange else epoch.gather(shares[world.rank])
+        batch = epoch.gather(shares[world.rank]) if epoch.homes_P is None else self._exchanged(shares, epoch.homes_P)
         counts_K = world.all_reduce_sum(self._count(batch).cpu().clone())
         return Share(batch, int(lengths.sum()), counts_K, imbalance(costs, parts))
 
-    def _exchanged(self, wanted: Sequence[IntArray]) -> HistoryBatch:
+    def _exchanged(self, wanted: Sequence[IntArray], homes_P: IntArray) -> HistoryBatch:
         """The pieces that this rank shall train on, each from the rank that holds it: one all-to-all, whose sizes all ranks know from the plan."""
         rank, size, lengths_P = self._world.rank, self._world.size, self._epoch.lengths_P
         sent = []
         for pieces in wanted:
-            batch = self._epoch.gather(pieces[pieces % size == rank])
-            sent.append(torch.stack([batch.items.values, batch.times_T], 1))
+            batch = self._epoch.gather(pieces[homes_P[pieces] == rank])
+            assert batch.events_T is not None
+            sent.append(torch.stack([batch.items.values, batch.times_T, batch.events_T], 1))
         mine = wanted[rank]
-        from_each = [_shorter_first(mine[mine % size == other], lengths_P) for other in range(size)]
-        got_T2 = torch.cat(self._world.all_to_all(sent, [int(lengths_P[pieces].sum()) for pieces in from_each]))
+        from_each = [_shorter_first(mine[homes_P[mine] == other], lengths_P) for other in range(size)]
+        got_T3 = torch.cat(self._world.all_to_all(sent, [int(lengths_P[pieces].sum()) for pieces in from_each]))
         come = np.concatenate(from_each)
-        begins = np.cumsum(lengths_P[come]) - lengths_P[come]
         # In the order in which one process would have packed them.
-        rank_of = {int(piece): place for place, piece in enumerate(come)}
         packed = _shorter_first(mine, lengths_P)
-        order = np.array([rank_of[int(piece)] for piece in packed], dtype=np.int64)
+        begins = np.empty(len(lengths_P), dtype=np.int64)
+        begins[come] = np.cumsum(lengths_P[come]) - lengths_P[come]
         lengths = lengths_P[packed]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        places = torch.from_numpy(np.arange(offsets[-1]) + np.repeat(begins[order] - offsets[:-1], lengths))
-        values_T2 = got_T2[places]
-        return HistoryBatch(Jagged(values_T2[:, 0].contiguous(), torch.from_numpy(offsets)), values_T2[:, 1].contiguous(), torch.from_numpy(packed))
+        places = torch.from_numpy(np.arange(offsets[-1]) + np.repeat(begins[packed] - offsets[:-1], lengths))
+        values_T, times_T, events_T = (column_T.contiguous() for column_T in got_T3[places].unbind(1))
+        return HistoryBatch(Jagged(values_T, torch.from_numpy(offsets)), times_T, torch.from_numpy(packed), events_T, self._epoch.number)
 
 
 class StepTimes:

@@ -68,6 +68,8 @@ class TrainConfig:
     """Share of items left out of each history, drawn anew each epoch."""
     items_per_batch: int = 1024
     """Items in a batch of all processes together; none is padded. However many processes share it, a step computes the same."""
+    batching: Literal["similar", "mixed"] = "similar"
+    """Whether histories of similar length share a batch, which plain attention is faster with, or any. With long histories, many processes share mixed batches more evenly."""
     balance: Literal["cost", "count"] = "cost"
     """How several processes share a batch: so that all need the same time, or by numbers of histories."""
     attention_cost: float = 0.0
@@ -147,6 +149,7 @@ class TrainConfig:
             ("negative_scope", ("batch", "target")),
             ("table_optimiser", ("adam", "row-adam", "adagrad")),
             ("crop", ("last", "random", "mixed", "cover")),
+            ("batching", ("similar", "mixed")),
             ("balance", ("cost", "count")),
             ("dtype", ("auto", "float32", "bfloat16")),
         ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from semantide.services.training.batches import Epoch, Sampler
-from semantide.services.training.checkpoint import Checkpoints
+from semantide.services.training.checkpoint import Checkpoints, Deal
 from semantide.services.training.fence import Staleness
 from semantide.services.training.flight import Flight
 from semantide.services.training.flops import StepMeter
@@ -32,10 +32,12 @@ from semantide.services.training.optimiser import build_optimisers, rate_share, 
 from semantide.services.training.pipeline import Pipeline
 from semantide.services.training.recipes import TrainConfig
 from semantide.services.training.world import World
-from semantide.shared.errors import Conflict, JobCancelled, PermanentError
+from semantide.shared.errors import Conflict, JobCancelled, PermanentError, RankLost, SemantideError
 
 _FITS = tuple(16 * 4**power for power in range(12))
 """Steps after which several processes fit their cost model anew."""
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 @dataclass
@@ -90,7 +92,6 @@ class Trainer:
         self.model: nn.Module = objective.model
         self.state = RunState()
         self._seed, self._identity, self._checkpoint_seconds = seed, identity, checkpoint_seconds
-        self._checkpoints = Checkpoints(checkpoints)
         self._optimisers = build_optimisers(self.model, config)
         self._names = [name for name, _ in self.model.named_parameters()]
         self._parameters = [parameter for _, parameter in self.model.named_parameters()]
@@ -106,6 +107,8 @@ class Trainer:
         self._device = self._parameters[0].device
         self._saved_at = 0.0
         self._loading = self._world.channel()
+        self._checkpoints = Checkpoints(checkpoints, self._world)
+        self._deals = _deals(objective)
         self._gradients = GradientSum(self._world, self._parameters)
         self._times = StepTimes()
 
@@ -114,6 +117,17 @@ class Trainer:
 
         Raises: JobCancelled, PermanentError when the loss is not a number, Conflict when the checkpoints are another run's.
         """
+        try:
+            return self._run()
+        except RankLost:
+            raise  # a checkpoint that is being written waits for the rank that is gone
+        except Exception:
+            # What is being written is the last good one: this run's own end must not cut it off.
+            with suppress(SemantideError):
+                self._checkpoints.wait()
+            raise
+
+    def _run(self) -> RunState:
         torch.manual_seed(self._seed)
         self._restore()
         state = self.state
@@ -124,6 +138,7 @@ class Trainer:
             self._run_epoch(epoch)
             self._end_epoch()
             self._save()
+        self._checkpoints.wait()
         if self._best is not None:
             self._put(self._best)
             for name, kept in self._best_tables.items():
@@ -166,13 +181,15 @@ class Trainer:
             cancelled = self._cancelled()
             if cancelled is not None and self._world.size == 1:
                 self._save(pipeline)
+                self._checkpoints.wait()
                 raise cancelled
             rate = rate_share(config, state.step, (state.epoch + state.batch / num_batches) / config.epochs)
-            flight = pipeline.take()
+            with _Memory(self._world.rank, state.step, config.items_per_batch):
+                flight = pipeline.take()
+                parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             tokens += flight.share.num_items * self.objective.tokens_per_item
             if self._meter is not None:
                 self._meter.add(flight.share.batch.items.lengths_B)
-            parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
             state.batch += 1
             state.step += 1
@@ -195,6 +212,7 @@ class Trainer:
             if stop or save:
                 self._save(pipeline)
             if stop:
+                self._checkpoints.wait()
                 raise cancelled or JobCancelled("another rank was asked to stop")
 
     def _cancelled(self) -> JobCancelled | None:
@@ -298,9 +316,7 @@ class Trainer:
             parameter.copy_(value)
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self._device)
+        tensors: dict[str, Tensor] = {}
         for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             tensors[f"model.{name}"] = parameter
             for optimiser in self._optimisers:
@@ -312,23 +328,28 @@ class Trainer:
         for name, table in self.objective.tables.items():
             tensors |= {f"table.{name}.{key}": tensor for key, tensor in table.state().items()}
             tensors |= {f"best_table.{name}.{key}": tensor for key, tensor in self._best_tables.get(name, {}).items()}
-        return tensors | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        return tensors
+
+    def _own(self) -> dict[str, Tensor]:
+        """What this rank alone has."""
+        own = {"random.cpu": torch.get_rng_state()} | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        return own | ({"random.cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
 
     def _save(self, pipeline: Pipeline | None = None) -> None:
         if pipeline is not None:
             pipeline.settle()
             self._on_the_way = pipeline.on_the_way()
-        if self._world.leads:
-            self._checkpoints.save(
-                self.state.step, self._tensors(), {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
-            )
+        began = self.listener.clock()
+        state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+        self._checkpoints.save(self.state.step, self._tensors(), state, own=self._own(), deals=self._deals)
+        self.listener.metric(self.state.step, {"checkpoint_stall_seconds": self.listener.clock() - began})
         self._saved_at = self.listener.clock()
 
     def _restore(self) -> None:
-        found = self._checkpoints.latest()
+        found = self._checkpoints.latest(self._deals)
         if found is None:
             return
-        tensors, saved = found
+        tensors, saved = found.tensors, found.state
         if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
             raise Conflict(
                 f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
@@ -349,10 +370,37 @@ class Trainer:
             table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
             if self._best is not None:
                 self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
-        self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in tensors.items() if name.startswith("on_the_way.")}
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors and self._device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random.cuda"], self._device)
+        self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in found.own.items() if name.startswith("on_the_way.")}
+        if "random.cpu" in found.own:
+            torch.set_rng_state(found.own["random.cpu"])
+        else:
+            # Another number of ranks than before: nobody's random numbers go on, and none come a second time.
+            torch.manual_seed(int(np.random.SeedSequence([self._seed, self.state.step]).generate_state(1)[0]))
+        if "random.cuda" in found.own and self._device.type == "cuda":
+            torch.cuda.set_rng_state(found.own["random.cuda"], self._device)
+
+
+class _Memory:
+    """Tells of memory that ran out with the numbers that decide how much is needed."""
+
+    def __init__(self, rank: int, step: int, items_per_batch: int) -> None:
+        self._rank, self._step, self._items = rank, step, items_per_batch
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)):
+            raise PermanentError(
+                f"rank {self._rank} ran out of memory at step {self._step} ({error}): lower items_per_batch (now {self._items}) or max_items, or train with "
+                "more processes on more machines; the last good checkpoint stays"
+            ) from error
+
+
+def _deals(objective: Objective) -> dict[str, Deal]:
+    """Which tensors are this rank's rows of tables over several ranks."""
+    dealt = {name: table.shards for name, table in objective.tables.items() if hasattr(table, "shards")}
+    return {f"{kind}.{name}.": Deal(shards.rank, shards.size) for name, shards in dealt.items() for kind in ("table", "best_table")}
 
 
 def _plain(config: TrainConfig) -> Any:

@@ -78,7 +78,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device, measures, wrong = torch.device("cpu"), {}, []
-    size, layers, histories, runs = (256, 2, 8, 3) if options.quick else (512, 4, 16, 5)
+    size, layers, histories, runs = (256, 2, 8, 3) if options.quick else (512, 4, 8, 5)
     for layer in ("fuxi", "hstu"):
         longest = 4096 // (4 if options.quick else 2)
         changes: dict[str, Any] = {"hidden_size": size, "num_layers": layers, "num_heads": size // 64, "dropout": 0.0, "embedding_dropout": 0.0}

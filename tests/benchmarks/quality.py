@@ -114,7 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
         "retriever": {
             "retriever": {"hidden_size": 128, "num_layers": 3, "num_heads": 2, "dropout": 0.2, "embedding_dropout": 0.2, "time_buckets": 0, "initializer_range": 0.02},
-            "max_items": 200, "crop": "cover", "items_per_batch": 3200, "learning_rate": 1.5e-3, "num_negatives": 0, "epochs": 30, "patience": 5,
+            "max_items": 200, "crop": "cover", "items_per_batch": 3200, "learning_rate": 4e-3, "num_negatives": 1024, "epochs": 30, "patience": 5,
             "evaluate_every": 1, "valid_users": 2000, "warmup_steps": 200,
         },
         "bounds": {

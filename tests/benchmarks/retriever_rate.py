@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def padded_loss(model: Retriever, batch: HistoryBatch, vectors_UD: Tensor, targe
     """The same sum of losses, each sequence by plain torch with its n x n matrix of scores."""
     total = vectors_UD.new_zeros(())
     bounds = batch.items.offsets_B1.tolist()
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         targets_n = targets_T[begin:end]
         n = end - begin
         x_nD = torch.cat([model.begin.unsqueeze(0), vectors_UD[targets_n[:-1]]]) * model.config.input_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from semantide.services.ingestion.schema import INTERACTION_SCHEMA
 from semantide.shared.artifacts import digest_file
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
+from semantide.shared.executors import Executor, Tick
 
 ACTIONS = {"exposure": 0.0, "click": 1.0, "like": 2.0, "order": 3.0, "hate": -1.0}
 MINUTE = 60_000
@@ -40,8 +42,35 @@ def catalogue(*rows: dict[str, Any]) -> pa.Table:
 
 
 def made(folder: Path, rows: list[tuple[Any, ...]], items: pa.Table | None = None, **config: Any) -> Dataset:
-    write_dataset(log(rows), catalogue() if items is None else items, ACTIONS, DatasetConfig.parse(config, session_gap_seconds=1800), folder)
+    store(log(rows), folder, items, **config)
     return Dataset.load(folder)
+
+
+def store(
+    events: pl.DataFrame,
+    folder: Path,
+    items: pa.Table | None = None,
+    *,
+    groups: int = 1,
+    part_rows: int = 1_000_000,
+    executor: Executor | None = None,
+    workdir: Path | None = None,
+    tick: Tick = lambda done, total, name: None,
+    **config: Any,
+) -> dict[str, Any]:
+    """Write a data set of events that lie in several files."""
+    if workdir is None:
+        workdir = folder.with_name(folder.name + "-steps")
+        shutil.rmtree(workdir, ignore_errors=True)
+    sources = []
+    for group in range(groups):
+        path = workdir.with_name(f"{workdir.name}-events-{group}.parquet")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events[group::groups].write_parquet(path)
+        sources.append([path])
+    made = DatasetConfig.parse(config, session_gap_seconds=1800)
+    items = catalogue() if items is None else items
+    return write_dataset(sources, events.height, items, ACTIONS, made, folder, workdir=workdir, executor=executor, part_rows=part_rows, tick=tick)
 
 
 def names(data: Dataset, user: int) -> list[str]:
@@ -165,16 +194,33 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=EVENTS, seed=st.integers(0, 9), split=st.sampled_from(["leave-one-out", "temporal"]))
-def test_only_the_content_decides(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[Any, ...]], seed: int, split: str) -> None:
+@given(
+    rows=EVENTS,
+    seed=st.integers(0, 9),
+    groups=st.integers(1, 4),
+    part_rows=st.integers(1, 50),
+    config=st.fixed_dictionaries(
+        {
+            "split": st.sampled_from(["leave-one-out", "temporal"]),
+            "deduplicate": st.sampled_from(["consecutive", "all", "none"]),
+            "min_user_events": st.integers(1, 4),
+            "min_item_events": st.integers(1, 4),
+            "max_history": st.integers(0, 5),
+        }
+    ),
+)
+def test_only_the_content_decides(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[Any, ...]], seed: int, groups: int, part_rows: int, config: dict[str, Any]
+) -> None:
+    """Neither the order of the events, nor the files that they are in, nor the parts in which they are worked on."""
     rows = list(dict.fromkeys(rows))
     shuffled = [rows[index] for index in np.random.default_rng(seed).permutation(len(rows))]
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     try:
-        data = made(one, rows, split=split)
+        data = made(one, rows, **config)
     except BadData:
         return
-    made(two, shuffled, split=split)
+    store(log(shuffled), two, groups=groups, part_rows=part_rows, **config)
     for path in sorted(one.iterdir()):
         assert digest_file(path) == digest_file(two / path.name), path.name
     pages = pq.read_table(one / "pages.parquet").to_pylist()
@@ -185,3 +231,29 @@ def test_only_the_content_decides(tmp_path_factory: pytest.TempPathFactory, rows
     assert [page["user"] for page in pages] == sorted(page["user"] for page in pages)
     assert sum(data.item_table["count"].to_pylist()) == int(data.train_end.sum())
     assert json.loads((one / "dataset.json").read_text())["counts"]["events"] == len(data.items)
+
+
+def test_a_broken_off_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    rows = [(f"u{n % 40:02}", f"i{n % 11}", 1000 + n, "click") for n in range(400)]
+    store(log(rows), tmp_path / "whole", part_rows=50, min_user_events=2)
+    seen: list[str] = []
+
+    def stop_at(limit: int) -> Tick:
+        def tick(done: int, total: int, name: str) -> None:
+            seen.append(f"{name} {done}")
+            if len(seen) == limit:
+                raise InterruptedError
+
+        return tick
+
+    limit = 1
+    while True:
+        seen.clear()
+        try:
+            store(log(rows), tmp_path / "resumed", part_rows=50, min_user_events=2, workdir=tmp_path / "steps", tick=stop_at(limit))
+            break
+        except InterruptedError:
+            limit += 3
+    assert limit > 20
+    for path in sorted((tmp_path / "whole").iterdir()):
+        assert digest_file(path) == digest_file(tmp_path / "resumed" / path.name), path.name

@@ -207,6 +207,7 @@ def test_without_a_model_the_newest_generator_is_taken(room: Room, dataset: str,
     with pytest.raises(Conflict, match="no generator has been trained"):
         job.run(context(room, inputs={"dataset": dataset}))
     tasks.note_model(ModelTrained(job_id="train-1", model=model, catalog=catalog), room)
+    tasks.note_model(ModelTrained(job_id="train-2", model="models/sha256-" + "0" * 64), room)  # a retriever
     assert NewestModels(room.broker).find("e" * 64) is None
     for inputs in ({"dataset": dataset}, {"dataset": dataset, "catalog": catalog}):
         assert job.run(context(room, inputs=inputs, config={"width": 2, "points": 1})).result["model"] == model

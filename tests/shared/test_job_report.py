@@ -50,7 +50,7 @@ def test_any_rows_make_a_page(rows) -> None:
     found = parsed(page(record(), [{"step": float(step), **row} for step, row in enumerate(rows)]))
     for mark in [*found.findall(".//polyline"), *found.findall(".//polygon")]:
         for point in mark.attrib["points"].split():
-            x, y = map(float, point.split(","))
+            x, _ = map(float, point.split(","))
             assert -1 <= x <= 641
 
 

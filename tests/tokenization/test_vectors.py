@@ -11,15 +11,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import scipy.sparse as sp
+import torch
 
 from semantide.services.tokenization import content as content_module
 from semantide.services.tokenization.collaborative import collaborative_vectors, cooccurrence, positive_information
 from semantide.services.tokenization.content import content_vectors
+from semantide.services.tokenization.spelling import read_vectors
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
 from semantide.shared.models import minilm
 from semantide.shared.models.linear_map import LinearMap, truncated_svd, unit_rows
 from semantide.shared.models.minilm import MiniLM
+from semantide.shared.models.retriever import Retriever, RetrieverConfig
 from semantide.shared.models.text_features import TextFeatures, item_features, words
 from semantide.shared.models.tokenizer import TokenizerConfig, embedding_matrix
 
@@ -187,3 +190,11 @@ def test_texts_that_were_encoded_before_a_crash_are_not_encoded_again(
     content = content_vectors(table, config, 0, lambda stage, number, total: done.append(number), tmp_path)
     assert min(done) > 10 and content.counts == {"minilm": 24, "nothing": 0}
     assert np.allclose(content.vectors, content_vectors(table, config, 0).vectors, atol=1e-6)
+
+
+def test_a_trained_retrievers_folder_gives_the_vectors(tmp_path: Path) -> None:
+    vectors = torch.randn(3, 8)
+    Retriever(RetrieverConfig(hidden_size=8, num_heads=2)).save_pretrained(tmp_path, vectors, ["a", "b", "c"])
+    found, seen = read_vectors(tmp_path / "vectors.parquet", ("c", "new", "a"))
+    assert seen.tolist() == [True, False, True]
+    np.testing.assert_allclose(found[[0, 2]], unit_rows(vectors.numpy())[[2, 0]], rtol=1e-6)

@@ -40,8 +40,8 @@ def test_layers_count_what_torch_counts(name: str) -> None:
     model, tokens = model_of(config).eval(), 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layers_forward(model, tokens)
-    linear = counter.get_flop_counts()["Global"][torch.ops.aten.addmm] if torch.ops.aten.addmm in counter.get_flop_counts()["Global"] else 0
-    linear += counter.get_flop_counts()["Global"].get(torch.ops.aten.mm, 0)
+    counts = counter.get_flop_counts()["Global"]
+    linear = counts.get(torch.ops.aten.addmm, 0) + counts.get(torch.ops.aten.mm, 0)
     assert linear == 2 * work_of(model, config, ITEMS).per_token * tokens
 
 

@@ -169,7 +169,8 @@ def test_progress_and_metrics_reach_the_record(make_job: MakeJob, inputs: dict[s
     job = make_job("train", recipe="tiny", config={**QUICK, "epochs": 1, "log_every": 2}, inputs=inputs)
     run(job)
     rows = Jobs(broker).metrics(job.id)
-    assert {"loss", "lr", "tokens_per_second"} <= set(rows[0])
+    assert {"loss", "lr", "tokens_per_second", "compute_share"} <= set(rows[0])
+    assert rows[0]["mfu"] > 0 and rows[0]["flops_per_second"] > 0 and rows[0]["memory_bytes"] > 1 << 20
     assert any("valid_ndcg@10" in row for row in rows)
     assert Jobs(broker).get(job.id).total > 0
 

@@ -2,7 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
-from semantide.services.training.recipes import RECIPES, recipe
+from semantide.services.training.recipes import RECIPES, RETRIEVER_SIZES, recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -11,6 +11,18 @@ def test_every_recipe_is_full_and_can_be_changed_in_single_numbers(name: str) ->
     changed = recipe(name, {"epochs": 3, "generator": {"dropout": 0}, "level_weights": [1, 2]})
     assert (changed.epochs, changed.generator.dropout, changed.level_weights) == (3, 0.0, (1.0, 2.0))
     assert {**asdict(changed), "epochs": 0, "generator": 0, "level_weights": 0} == {**asdict(recipe(name)), "epochs": 0, "generator": 0, "level_weights": 0}
+
+
+def test_retrievers_come_in_five_sizes_of_either_layer_for_their_longest_histories() -> None:
+    for layer, prefix in (("hstu", "retriever"), ("fuxi", "fuxi")):
+        configs = [recipe(f"{prefix}-{size}") for size in RETRIEVER_SIZES]
+        assert all((config.model_type, config.retriever.layer, config.retriever.max_items) == ("retriever", layer, config.max_items) for config in configs)
+        widths = [config.retriever.hidden_size**2 * config.retriever.num_layers for config in configs]
+        assert widths == sorted(widths)
+        assert [config.max_items for config in configs[-2:]] == [2048, 4096]
+    assert recipe("retriever-tiny", {"retriever": {"layer": "fuxi"}}).retriever.layer == "fuxi"
+    with pytest.raises(ValueError, match="layer is 'gru'"):
+        recipe("retriever-tiny", {"retriever": {"layer": "gru"}})
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from semantide.services.training import checkpoint
 from semantide.services.training.batches import Sampler
 from semantide.services.training.objective import NextItem
 from semantide.services.training.recipes import TrainConfig, recipe, tiny
 from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.trainer import Listener, RunState, Trainer
-from semantide.shared.errors import Conflict, JobCancelled, PermanentError
+from semantide.shared.errors import Conflict, JobCancelled, PermanentError, TransientError
 from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.retriever import Retriever, RetrieverConfig
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
@@ -157,6 +158,36 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_the_last_good_check
     assert Run(tmp_path)() == Run(tmp_path / "other")()
 
 
+def test_a_disk_that_fills_up_in_the_background_ends_the_run_and_with_room_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, write, calls = Run(tmp_path / "other")(), checkpoint._write_alone, 0
+
+    def fills_up(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise OSError(28, "No space left on device")
+        write(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "_write_alone", fills_up)
+        with pytest.raises(TransientError, match="make room there, then resume the job"):
+            Run(tmp_path / "run")()
+    again = Run(tmp_path / "run")
+    assert again() == whole
+    assert again.calls == whole.step * 2 // 3  # the first of three epochs is not trained again
+
+
+def test_memory_that_runs_out_is_told_with_what_to_change(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def large(batch, rows):  # type: ignore[no-untyped-def]
+        return torch.empty(1 << 46)
+
+    run.trainer.objective.loss = large  # type: ignore[method-assign]
+    with pytest.raises(PermanentError, match=r"rank 0 ran out of memory at step 0 .*lower items_per_batch \(now 32\)"):
+        run()
+
+
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JobCancelled):
         Run(tmp_path, stop_at=4)()
@@ -216,7 +247,7 @@ def test_staleness_changes_a_run_after_its_synchronous_steps_only(tmp_path: Path
 def test_a_table_reports_how_often_rows_collide(tmp_path: Path) -> None:
     run = TableRun(tmp_path, log_every=2)
     run()
-    assert all(0 < values["collision_rate"] <= 1 for _, values in run.metrics)
+    assert all(0 < values["collision_rate"] <= 1 for _, values in run.metrics if "loss" in values)
 
 
 def test_rows_whose_gradient_is_not_a_number_end_the_run_before_the_table_is_changed(tmp_path: Path) -> None:

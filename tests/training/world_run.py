@@ -19,7 +19,7 @@ import torch
 import torch._dynamo
 from safetensors.torch import save_file
 
-from semantide.services.training.batches import Sampler
+from semantide.services.training.batches import HistoryBatch, Sampler
 from semantide.services.training.gradients import GradientSum
 from semantide.services.training.load_balancing import CostModel, Shares
 from semantide.services.training.objective import NextItem, NextToken
@@ -97,17 +97,18 @@ def gradients(world: World, folder: Path, argument: str) -> None:
 
 
 def exchange(world: World, folder: Path, argument: str) -> None:
-    """Each rank sees only its own pieces; what the exchange brings is what a rank that saw all would have gathered."""
-    config = replace(tiny(), items_per_batch=120, max_items=30)
+    """Each rank holds only its own histories; what the exchange brings is what a rank that held all would have gathered."""
+    config = replace(tiny(), items_per_batch=120, max_items=12, crop="cover", skip_rate=0.3, batching="mixed")
     histories = [np.arange(length) + 100 * user for user, length in enumerate(LENGTHS)]
-    epoch = Sampler(histories, config, 3, [1000 * history for history in histories]).epoch(0)
-    held = epoch.rows.copy()
-    for piece, (start, length) in enumerate(zip(epoch.starts_P, epoch.lengths_P, strict=True)):
-        if piece % world.size != world.rank:
-            held[start : start + length] = -1
-    count = lambda batch: torch.tensor([len(batch.items.values)])  # noqa: E731
-    near = Shares(world.channel(), epoch, CostModel(0.1), count)
-    far = Shares(world.channel(), replace(epoch, rows=held), CostModel(0.1), count, exchange=True)
+    times = [1000 * history for history in histories]
+    epoch = Sampler(histories, config, 3, times).epoch(1)
+    own = Sampler(histories, config, 3, times, (world.rank, world.size)).epoch(1)
+    assert len(own.rows) < len(epoch.rows) and own.homes_P is not None
+
+    def count(batch: HistoryBatch) -> torch.Tensor:
+        return torch.tensor([len(batch.items.values)])
+
+    near, far = (Shares(world.channel(), seen, CostModel(0.1), count) for seen in (epoch, own))
     seen: list[int] = []
     for index in range(len(epoch)):
         one, other = near[index], far[index]
@@ -120,14 +121,14 @@ def exchange(world: World, folder: Path, argument: str) -> None:
     near.close()
     far.close()
     everybody = [piece for pieces in world.gather_json(seen) for piece in pieces]
-    assert sorted(everybody) == list(range(len(LENGTHS)))
+    assert sorted(everybody) == list(range(len(epoch.lengths_P)))
 
 
 def train(world: World, folder: Path, argument: str) -> None:
     """A run in float64; ``generator:stop`` is stopped once by its last rank, and goes on."""
     kind, _, how = argument.partition(":")
     model, objective, config = _model(kind)
-    sampler = Sampler([(user + np.arange(length)) % 24 for user, length in enumerate(LENGTHS)], config, 5)
+    sampler = Sampler([(user + np.arange(length)) % 24 for user, length in enumerate(LENGTHS)], config, 5, None, (world.rank, world.size))
     stop_at = 5 if how == "stop" and world.rank == world.size - 1 and not (folder / "checkpoints").exists() else -1
     calls, metrics = 0, []
 
@@ -144,7 +145,7 @@ def train(world: World, folder: Path, argument: str) -> None:
     except JobCancelled:
         (folder / f"stopped-{world.rank}").write_text(str(trainer.state.step))
         return
-    assert all(world.size == 1 or "imbalance" in values for values in metrics)
+    assert all(world.size == 1 or "imbalance" in values for values in metrics if "loss" in values)
     save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, folder / f"rank-{world.rank}.safetensors")
     (folder / f"rank-{world.rank}.json").write_text(json.dumps({"losses": state.losses}))
 
