@@ -250,7 +250,9 @@ class PeriodicReplicas:
         touched = Touched.gather(self._touched_N.nonzero().squeeze(1), len(self.table.weight_ND), self._ids)
         owner_S = touched.one_of_S()
         distance, length = 0.0, 0.0
-        for rows, by_M, owner in zip(touched.rows_S.split(_ROWS_PER_MESSAGE), touched.by_SM.split(_ROWS_PER_MESSAGE), owner_S.split(_ROWS_PER_MESSAGE), strict=True):
+        for rows, by_M, owner in zip(
+            touched.rows_S.split(_ROWS_PER_MESSAGE), touched.by_SM.split(_ROWS_PER_MESSAGE), owner_S.split(_ROWS_PER_MESSAGE), strict=True
+        ):
             far, long = self._average(rows, by_M, owner)
             distance, length = distance + far, length + long
         self._copy.settle(self._vectors, touched.rows_S, owner_S)
@@ -281,9 +283,7 @@ class PeriodicReplicas:
         return distance, length
 
 
-def hierarchical_table(
-    num_rows: int, world: World, group_size: int, share: Callable[[int, slice], LocalTable], *, every: int = 0
-) -> ShardedTable:
+def hierarchical_table(num_rows: int, world: World, group_size: int, share: Callable[[int, slice], LocalTable], *, every: int = 0) -> ShardedTable:
     """A table over all ranks, in groups of ``group_size``: exact copies, or with ``every`` copies that meet every so many updates.
 
     ``share`` makes the table of some rows: how many, and which of all they are. It must give equal rows on every rank. ``world``'s ranks all call this.

@@ -62,7 +62,7 @@ class ShardedTable:
         """The vectors [U, D] of the route's unique ids, from their owners."""
         answers_AD = self.share.fetch(route.share)[route.share.inverse_T]
         got = self._vectors.all_to_all(answers_AD.split(route.asked_by), route.asked_of)
-        vectors_UD = answers_AD.new_empty(len(route.ids_U), answers_AD.shape[1])
+        vectors_UD: Tensor = answers_AD.new_empty(len(route.ids_U), answers_AD.shape[1])
         vectors_UD[route.order_U.to(vectors_UD.device)] = torch.cat(got)
         return vectors_UD
 

@@ -92,9 +92,13 @@ class Form:
     def __init__(self, name: str, options: argparse.Namespace, world: World) -> None:
         grid = world.grid(world.size if name == "flat" else options.ranks_per_node)
         first_ND = initial(options)
-        share = LocalTable(rows_of_share(options.rows, grid.shards), options.size)
-        share.weights_ND.copy_(first_ND[grid.shards.rank :: grid.shards.size])
-        self.copy = {"flat": lambda: share, "exact": lambda: ExactReplicas(share, grid.replicas), "periodic": lambda: PeriodicReplicas(share, grid.replicas, options.every)}[name]()
+        share = LocalTable(rows_of_share(options.rows, grid.shards), options.size, optimiser="adagrad")
+        share.weight_ND.copy_(first_ND[grid.shards.rank :: grid.shards.size])
+        self.copy = {
+            "flat": lambda: share,
+            "exact": lambda: ExactReplicas(share, grid.replicas),
+            "periodic": lambda: PeriodicReplicas(share, grid.replicas, options.every),
+        }[name]()
         self.name, self.table, self.local, self.grid = name, ShardedTable(self.copy, options.rows, grid.shards), share, grid
 
     def step(self, ids: Tensor, rank: int, number: int) -> Tensor:
@@ -117,8 +121,8 @@ def initial(options: argparse.Namespace) -> Tensor:
 def differences(options: argparse.Namespace, world: World, forms: dict[str, Form], ids: Ids) -> list[str]:
     """What flat and exact give that one table does not, and copies that differ from each other."""
     wrong = []
-    single = LocalTable(options.rows, options.size)
-    single.weights_ND.copy_(initial(options))
+    single = LocalTable(options.rows, options.size, optimiser="adagrad")
+    single.weight_ND.copy_(initial(options))
     for number in range(3):
         own = ids.step(number, max(options.targets // 16, 1))
         vectors = {name: forms[name].step(own, world.rank, number) for name in ("flat", "exact")}
@@ -135,7 +139,7 @@ def differences(options: argparse.Namespace, world: World, forms: dict[str, Form
         sums.index_add_(0, route.inverse_T, torch.cat([gradients(len(part), options.size, rank, number) for rank, part in enumerate(everyone)]))
         single.update(route, sums, RATE)
     forms["exact"].copy.settle()
-    copies = forms["exact"].grid.replicas.all_gather(forms["exact"].local.weights_ND)
+    copies = forms["exact"].grid.replicas.all_gather(forms["exact"].local.weight_ND)
     return wrong + [f"rank {world.rank}: copy {group} differs" for group, other in enumerate(copies) if not torch.equal(other, copies[0])]
 
 
@@ -245,19 +249,54 @@ def main() -> int:
         measures[name] = {"value": round(100 * median(values), 1), "unit": "%", "better": "higher", "baseline": baseline, **bounds, "runs": num_blocks}
 
     for form in FORMS[1:]:
-        saved(f"all_to_all_saved_{form}", [1 - inside(form, b) / inside("flat", b) for b in rows], 75, 85, f"flat, {median([inside('flat', b) for b in rows]):.3f} s a step")
+        saved(
+            f"all_to_all_saved_{form}",
+            [1 - inside(form, b) / inside("flat", b) for b in rows],
+            75,
+            85,
+            f"flat, {median([inside('flat', b) for b in rows]):.3f} s a step",
+        )
         total = [1 - (sparse(form, b) + dense(b)) / (sparse("flat", b) + dense(b)) for b in rows]
         saved(f"communication_saved_{form}", total, 39, 55, f"flat with the dense sum, {median([sparse('flat', b) + dense(b) for b in rows]):.3f} s a step")
         saved(f"sparse_communication_saved_{form}", [1 - sparse(form, b) / sparse("flat", b) for b in rows], 0, 0, "flat without the dense sum")
-        saved(f"link_bytes_saved_{form}", [1 - link(form, b) / link("flat", b) for b in rows], 0, 0, f"flat, {median([link('flat', b) for b in rows]) / 1e6:.1f} MB a node and step")
+        saved(
+            f"link_bytes_saved_{form}",
+            [1 - link(form, b) / link("flat", b) for b in rows],
+            0,
+            0,
+            f"flat, {median([link('flat', b) for b in rows]) / 1e6:.1f} MB a node and step",
+        )
     for form in FORMS:
         seconds = {what: median([mean(form, (what,), b) for b in rows]) for what in ranks[0]["blocks"][0][form] if what != "bytes"}
         split = ", ".join(f"{what} {value * 1e3:.0f}" for what, value in seconds.items() if what != "wall")
-        measures[f"wall_ms_{form}"] = {"value": round(seconds["wall"] * 1e3, 1), "unit": "ms", "better": "lower", "baseline": f"of it in collectives: {split}", "runs": num_blocks}
-    measures["dense_ms"] = {"value": round(1e3 * median([dense(b) for b in rows]), 1), "unit": "ms", "better": "lower", "baseline": f"{options.dense} parameters", "runs": num_blocks}
+        measures[f"wall_ms_{form}"] = {
+            "value": round(seconds["wall"] * 1e3, 1),
+            "unit": "ms",
+            "better": "lower",
+            "baseline": f"of it in collectives: {split}",
+            "runs": num_blocks,
+        }
+    measures["dense_ms"] = {
+        "value": round(1e3 * median([dense(b) for b in rows]), 1),
+        "unit": "ms",
+        "better": "lower",
+        "baseline": f"{options.dense} parameters",
+        "runs": num_blocks,
+    }
     drift = median([sum(float(rank["blocks"][b]["drift"]) for rank in ranks) / len(ranks) for b in rows])
-    measures["drift_periodic"] = {"value": round(drift, 5), "unit": "of the mean", "better": "lower", "baseline": f"copies after {options.every} steps apart", "runs": num_blocks}
-    measures["unique_rows"] = {"value": ranks[0]["blocks"][0]["unique"], "unit": "a rank", "better": "lower", "baseline": f"of {options.targets * (1 + options.negatives)} ids"}
+    measures["drift_periodic"] = {
+        "value": round(drift, 5),
+        "unit": "of the mean",
+        "better": "lower",
+        "baseline": f"copies after {options.every} steps apart",
+        "runs": num_blocks,
+    }
+    measures["unique_rows"] = {
+        "value": ranks[0]["blocks"][0]["unique"],
+        "unit": "a rank",
+        "better": "lower",
+        "baseline": f"of {options.targets * (1 + options.negatives)} ids",
+    }
     return finish("hierarchical_sparse", options, measures, wrong)
 
 

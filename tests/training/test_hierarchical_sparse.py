@@ -113,14 +113,18 @@ def test_rows_read_ahead_of_an_update_are_those_of_one_table() -> None:
     expected = ahead(whole(num_rows, "adagrad"), together)  # type: ignore[arg-type]
     found = on_threads(
         ranks,
-        lambda world: ahead(hierarchical_table(num_rows, world, 2, part(num_rows, "adagrad")), [asked(num_rows, world.rank, number) for number in range(steps)]),
+        lambda world: ahead(
+            hierarchical_table(num_rows, world, 2, part(num_rows, "adagrad")), [asked(num_rows, world.rank, number) for number in range(steps)]
+        ),
     )
     for number in range(steps):
         torch.testing.assert_close(torch.cat([seen[number] for seen in found]), expected[number], rtol=1e-11, atol=1e-12)
 
 
 @settings(max_examples=15, deadline=None)
-@given(cut=st.sampled_from([(2, 1), (4, 2), (6, 2)]), every=st.integers(1, 4), steps=st.integers(1, 6), optimiser=st.sampled_from(["adagrad", "row-adam", "adam"]))
+@given(
+    cut=st.sampled_from([(2, 1), (4, 2), (6, 2)]), every=st.integers(1, 4), steps=st.integers(1, 6), optimiser=st.sampled_from(["adagrad", "row-adam", "adam"])
+)
 def test_periodic_copies_are_alike_after_they_met(cut: tuple[int, int], every: int, steps: int, optimiser: TableOptimiser) -> None:
     ranks, group = cut
     found = on_threads(ranks, lambda world: on_rank(world, 20, group, steps, optimiser, every))
