@@ -179,6 +179,10 @@ class ExactReplicas:
         self.table.update(self.table.route(rows_S[mine_S].to(device)), sums_KD, rate)
         self._changed_N[rows_S] = True
 
+    def gather(self) -> Tensor:
+        """The vectors of this group's copy, which ``settle`` makes whole."""
+        return self.table.weight_ND
+
     def state(self) -> dict[str, Tensor]:
         """This group's copy; all groups' are alike after ``settle``, which a checkpoint needs first."""
         return self.table.state()
@@ -231,6 +235,10 @@ class PeriodicReplicas:
         self._updates += 1
         if self._updates % self._every == 0:
             self.settle()
+
+    def gather(self) -> Tensor:
+        """The vectors of this group's copy, which ``settle`` makes whole."""
+        return self.table.weight_ND
 
     def state(self) -> dict[str, Tensor]:
         """This group's copy; all groups' are alike after ``settle``, which a checkpoint needs first."""

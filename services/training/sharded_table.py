@@ -74,9 +74,17 @@ class ShardedTable:
         self.share.update(route.share, segment_sum(gradients_AD, order), rate)
 
     def settle(self) -> None:
-        """Make the copies of all groups alike, where there are several: before ``state`` and before whole shares are read. All ranks call it between steps."""
-        if not isinstance(self.share, LocalTable):
-            self.share.settle()
+        """Make the copies of all groups alike, where there are several."""
+        self.share.settle()
+
+    def gather(self) -> Tensor:
+        """The vectors of all rows, [N, D]; every rank of the group has them whole for as long as the caller keeps them."""
+        self.settle()
+        shares = self._vectors.all_gather(self.share.gather())
+        vectors_ND = shares[0].new_empty(self.num_rows, shares[0].shape[1])
+        for rank, share in enumerate(shares):
+            vectors_ND[rank :: self.shards.size] = share
+        return vectors_ND
 
     def state(self) -> dict[str, Tensor]:
         """This rank's share."""
