@@ -28,6 +28,7 @@ from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
+from semantide.services.training.sharded_table import ShardedTable
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.allocator import keep_freed_memory
@@ -38,7 +39,7 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.item_table import LocalTable, Table
+from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.retriever import ItemVectors, Retriever
@@ -158,7 +159,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
     if heartbeat is not None:
         heartbeat.close()
-    vectors_ND = objective.tables[ITEMS].gather() if isinstance(model, Retriever) else None
+    gathered.update({name: table.gather() for name, table in objective.tables.items()})
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
     if not world.leads:
         return JobOutcome()
@@ -166,7 +167,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
     if isinstance(model, Retriever):
-        model.save_pretrained(folder, vectors_ND, dataset.item_ids)
+        model.save_pretrained(folder, gathered[ITEMS], dataset.item_ids)
     else:
         model.save_pretrained(folder)
     card: dict[str, Any] = {
@@ -265,7 +266,9 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, gathered: dict[str, Tensor]) -> tuple[Any, Any, Ranker]:
+def _assemble(
+    config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, gathered: dict[str, Tensor]
+) -> tuple[Any, Any, Ranker]:
     device = world.device
     if config.model_type == "retriever":
         shape = replace(config.retriever, max_items=config.max_items)
@@ -300,7 +303,7 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
     )
 
 
-def _item_table(num_items: int, size: int, std: float, config: TrainConfig, world: World) -> Table:
+def _item_table(num_items: int, size: int, std: float, config: TrainConfig, world: World) -> LocalTable | ShardedTable:
     """Vectors of items: here, or dealt out to ranks; the first ones are the same in both cases."""
 
     def make(count: int) -> LocalTable:

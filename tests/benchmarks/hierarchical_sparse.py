@@ -11,7 +11,7 @@ block on the same ids:
 Times are seconds in collectives, waiting included, mean over ranks; bytes are what the nodes' links sent. Before anything is timed flat and exact must
 give the vectors of a single table.
 
-    python tests/benchmarks/hierarchical_sparse.py [--quick] [--json] [--nodes 2] [--ranks-per-node 4] [--link-mbit 400] [--inside 8]
+    python tests/benchmarks/hierarchical_sparse.py [--quick] [--json] [--nodes 2] [--ranks-per-node 8] [--link-mbit 200] [--inside 8]
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ RATE = 0.05
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one block of steps: within a minute")
+    parser.add_argument("--quick", action="store_true", help="one block of steps: about a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks-per-node", type=int, default=4)
-    parser.add_argument("--link-mbit", type=int, default=400, help="of a node's link, Mbit/s")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--link-mbit", type=int, default=200, help="of a node's link, Mbit/s")
     parser.add_argument("--inside", type=float, default=8.0, help="a node's inside is this many times as fast as its link")
     parser.add_argument("--rows", type=int, default=100_000, help="items in the table")
     parser.add_argument("--size", type=int, default=64, help="of a vector")

@@ -53,6 +53,9 @@ class GatheredTable:
     def state(self) -> dict[str, Tensor]:
         return {"weight": self.weight_ND}
 
+    def settle(self) -> None:
+        """Every rank has the whole table."""
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.weight_ND.copy_(state["weight"])
 
