@@ -178,7 +178,8 @@ class Sampler:
 
 def _held(sequences: Iterable[npt.NDArray[np.integer]], rank: int, size: int) -> tuple[IntArray, IntArray]:
     """The values of every ``size``-th sequence that is not empty, from ``rank`` on, one after another; and all their lengths."""
-    kept, lengths = [np.zeros(0, dtype=np.int64)], []
+    kept: list[IntArray] = [np.zeros(0, dtype=np.int64)]
+    lengths: list[int] = []
     for sequence in sequences:
         if len(sequence):
             if len(lengths) % size == rank:
