@@ -112,6 +112,8 @@ def gather_rows_native(weight_ND: Tensor, ids_T: Tensor) -> Tensor:
 @kernel
 def segment_sum(values_TD: Tensor, order: SegmentOrder) -> Tensor:
     """Sum of the rows of each segment, none of which is empty: [U, D]."""
+    if len(order.starts_U1) == 1:
+        return values_TD.new_zeros(0, *values_TD.shape[1:])  # torch refuses to reduce no segments
     sums_UD: Tensor = torch.segment_reduce(values_TD[order.order_T], "sum", lengths=order.starts_U1.diff(), axis=0)
     return sums_UD
 

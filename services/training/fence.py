@@ -101,6 +101,13 @@ class Fence:
         """
         self._wait(lambda: self._updated >= step)
 
+    def rest(self, step: int) -> None:
+        """Wait as ``settle`` does, and until all rows are read that may be without the update of ``step``: then nobody is at the tables until that update.
+
+        Raises: Stopped.
+        """
+        self._wait(lambda: self._updated >= step and self._fetched > self.last_before(step))
+
     def land(self, fetched: int, updated: int, seconds: float) -> None:
         """Wait, but not longer than that, until all steps below ``fetched`` are read and all updates below ``updated`` are in the tables.
 

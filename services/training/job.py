@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
 from semantide.services.training.heartbeat import Heartbeat, Watch
+from semantide.services.training.hierarchical_sparse import hierarchical_table
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
@@ -36,7 +38,7 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.item_table import LocalTable
+from semantide.shared.models.item_table import LocalTable, Table
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.retriever import ItemVectors, Retriever
@@ -112,9 +114,8 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
-    model, objective, ranker = _assemble(config, dataset, catalog, job, world)
-    if world.size > 1 and any(isinstance(table, LocalTable) for table in objective.tables.values()):
-        raise ValueError(f"{world.size} processes would each change a table of their own: shard the tables, or train a {config.model_type} with processes 1")
+    gathered: dict[str, Tensor] = {}
+    model, objective, ranker = _assemble(config, dataset, catalog, job, world, gathered)
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
     def check() -> None:
@@ -128,6 +129,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
             job.progress(done, total, "users", "validating")
 
     def validate() -> dict[str, float]:
+        gathered.update({name: table.gather() for name, table in objective.tables.items()})
         # Every rank ranks for its share of the users.
         mine = valid[world.rank :: world.size]
         figures = evaluate(ranker, mine, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, tick=tick)
@@ -156,6 +158,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
     if heartbeat is not None:
         heartbeat.close()
+    vectors_ND = objective.tables[ITEMS].gather() if isinstance(model, Retriever) else None
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
     if not world.leads:
         return JobOutcome()
@@ -163,7 +166,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
     if isinstance(model, Retriever):
-        model.save_pretrained(folder, objective.tables[ITEMS].weight_ND, dataset.item_ids)
+        model.save_pretrained(folder, vectors_ND, dataset.item_ids)
     else:
         model.save_pretrained(folder)
     card: dict[str, Any] = {
@@ -262,14 +265,14 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World) -> tuple[Any, Any, Ranker]:
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, gathered: dict[str, Tensor]) -> tuple[Any, Any, Ranker]:
     device = world.device
     if config.model_type == "retriever":
         shape = replace(config.retriever, max_items=config.max_items)
         retriever = Retriever(shape).to(device)
-        table = LocalTable(len(dataset.item_ids), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
+        table = _item_table(len(dataset.item_ids), shape.hidden_size, shape.initializer_range, config, world)
         counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
-        ranker = RetrieverRanker(retriever, lambda: table.weight_ND, np.arange(len(dataset.item_ids)), config.max_items)
+        ranker = RetrieverRanker(retriever, lambda: gathered[ITEMS], np.arange(len(dataset.item_ids)), config.max_items)
         return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job, world.leads)), ranker
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
@@ -295,6 +298,22 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
         NextToken(generator, tokens, config),
         GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
     )
+
+
+def _item_table(num_items: int, size: int, std: float, config: TrainConfig, world: World) -> Table:
+    """Vectors of items: here, or dealt out to ranks; the first ones are the same in both cases."""
+
+    def make(count: int) -> LocalTable:
+        return LocalTable(count, size, optimiser=config.table_optimiser, std=std, beta2=config.beta2)
+
+    def share(count: int, rows: slice) -> LocalTable:
+        whole, part = make(num_items), make(count)
+        part.weight_ND.copy_(whole.weight_ND[rows])
+        return part
+
+    if world.size == 1:
+        return make(num_items)
+    return hierarchical_table(num_items, world, config.table_group or world.size, share, every=config.table_meet_every)
 
 
 def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:

@@ -144,13 +144,13 @@ class Pipeline:
         self._places.release()
 
     def settle(self) -> None:
-        """Wait until the updates of all batches given back are in the tables.
+        """Wait until the updates of all batches given back are in the tables, and nobody is at the tables before the next is given back.
 
         Raises: the error of a stage.
         """
         began = self._clock()
         try:
-            self._fence.settle(self._taken)
+            (self._fence.rest if self._threaded and self._tables else self._fence.settle)(self._taken)
         except Stopped:
             raise self._cause() from None
         self.occupancy.waited(began, self._clock(), {"update": (began, self._clock())})

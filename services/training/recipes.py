@@ -99,6 +99,10 @@ class TrainConfig:
     """Retriever: learning rate of the item table. 0: ``learning_rate``."""
     table_optimiser: TableOptimiser = "adam"
     """Retriever: what updates the touched rows of the item table."""
+    table_group: int = 0
+    """Several processes: ranks that share one copy of the tables, best those of one machine; the copies of several groups act as one table. 0: all ranks."""
+    table_meet_every: int = 0
+    """Several groups: steps after which their copies become their mean, each group changing its own in between. 0: they are one table at every step."""
     muon_rate: float = 0.0
     """Learning rate of Muon, which then trains the layers' matrices in the place of AdamW. 0: AdamW trains everything."""
     weight_decay: float = 0.05
@@ -135,7 +139,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 1 << 40), ("attention_cost", 0, 1e6), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
-            ("negative_power", 0, 2), ("learning_rate", 0, 10), ("table_rate", 0, 10), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("negative_power", 0, 2), ("learning_rate", 0, 10), ("table_rate", 0, 10), ("table_group", 0, 1 << 20), ("table_meet_every", 0, 1 << 30), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
             ("batches_in_flight", 1, 64), ("staleness", 0, 2), ("sync_steps", 0, 1 << 30),
             ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 0, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),

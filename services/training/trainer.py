@@ -291,6 +291,7 @@ class Trainer:
             if self._average is not None:
                 self._put(self._average)
             self.model.eval()
+            self._settle_tables()
             figures = self.validate()
             candidate = [parameter.detach().clone() for parameter in self._parameters]
             self._put(current)
@@ -303,6 +304,10 @@ class Trainer:
             else:
                 state.waited += 1
         state.finished = last or state.waited >= config.patience
+
+    def _settle_tables(self) -> None:
+        for _, table in sorted(self.objective.tables.items()):
+            table.settle()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         wanted = self.config.dtype
@@ -339,6 +344,7 @@ class Trainer:
         if pipeline is not None:
             pipeline.settle()
             self._on_the_way = pipeline.on_the_way()
+        self._settle_tables()
         began = self.listener.clock()
         state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
         self._checkpoints.save(self.state.step, self._tensors(), state, own=self._own(), deals=self._deals)

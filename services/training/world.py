@@ -85,6 +85,8 @@ class World:
     clock: Callable[[], float] = lambda: 0.0
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     group: Any = field(default=None, repr=False, compare=False)
+    cut: tuple[tuple[int, ...], ...] = ()
+    """The groups of ranks that this one is part of one of; empty: all ranks are one."""
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> World:
@@ -125,7 +127,8 @@ class World:
         """The same ranks over a process group of its own, with its own count of traffic."""
         if self.size == 1:
             return replace(self, traffic=Traffic())
-        return self._sub(self.ranks, [self.ranks])
+        # Every rank of the job opens every group, or their names would clash.
+        return self._sub(self.ranks, self.cut or [self.ranks])
 
     def grid(self, shard_size: int) -> Grid:
         """Groups of ``shard_size`` consecutive ranks, and the replicas across them.
@@ -150,7 +153,7 @@ class World:
             if tuple(ranks) == tuple(mine):
                 own = group
         place = list(mine).index(self.ranks[self.rank])
-        return replace(self, rank=place, size=len(mine), ranks=tuple(mine), traffic=Traffic(), group=own)
+        return replace(self, rank=place, size=len(mine), ranks=tuple(mine), traffic=Traffic(), group=own, cut=tuple(tuple(ranks) for ranks in every))
 
     def start_all_reduce_sum(self, tensor: Tensor) -> Pending:
         """Sum ``tensor`` over all ranks, in place and in the background; every rank gets the same bits."""

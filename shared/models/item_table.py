@@ -43,6 +43,14 @@ class Table(Protocol):
         """One step of the rows' optimiser."""
         ...
 
+    def settle(self) -> None:
+        """Bring home what lies elsewhere: before ``state``, between two steps, on all ranks."""
+        ...
+
+    def gather(self) -> Tensor:
+        """The vectors of all rows, [N, D], other ranks' included: between two steps, on all ranks."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """Everything that a checkpoint needs."""
         ...
@@ -86,6 +94,13 @@ class LocalTable:
             adagrad_rows(self.weight_ND, state["sum"], route.ids_U, gradients_UD, rate)
         else:
             adam_rows(self.weight_ND, state["first"], state["second"], state["steps"], route.ids_U, gradients_UD, rate, self._beta1, self._beta2)
+
+    def settle(self) -> None:
+        """See ``Table``: everything is here."""
+
+    def gather(self) -> Tensor:
+        """See ``Table``: the table itself."""
+        return self.weight_ND
 
     def state(self) -> dict[str, Tensor]:
         """See ``Table``."""

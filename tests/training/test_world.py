@@ -83,6 +83,27 @@ def test_shared_out_training_is_that_of_one_process(ranks: Ranks, tmp_path: Path
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.parametrize("model", ["retriever1", "retriever2", "retriever4"])
+def test_training_with_a_table_over_ranks_is_that_of_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    """Groups of one, two and four ranks, the first with rows that miss an update; the loss itself is float32."""
+    alone, together = tmp_path / "1", tmp_path / "4"
+    assert ranks("train", 1, alone, model) == [0]
+    assert ranks("train", 4, together, model) == [0] * 4
+    one, others = load_file(alone / "rank-0.safetensors"), [load_file(together / f"rank-{rank}.safetensors") for rank in range(4)]
+    assert "items" in one
+    for name, tensor in one.items():
+        torch.testing.assert_close(others[0][name], tensor, rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(others[0][name], other[name]) for other in others)
+
+
+def test_a_table_over_ranks_goes_on_with_other_ranks_and_groups(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks("train", 4, tmp_path / "stopped", "retriever2:stop") == [0] * 4
+    assert ranks("train", 2, tmp_path / "stopped", "retriever2:stop") == [0] * 2
+    assert ranks("train", 1, tmp_path / "alone", "retriever2") == [0]
+    one, other = (load_file(tmp_path / name / "rank-0.safetensors") for name in ("alone", "stopped"))
+    assert all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6) for name in one)
+
+
 def test_all_ranks_stop_at_the_step_in_which_one_is_asked_to_and_others_may_go_on(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks("train", 2, tmp_path / "stopped", "sasrec:stop") == [0, 0]
     assert {(tmp_path / "stopped" / f"stopped-{rank}").read_text() for rank in range(2)} == {"5"}

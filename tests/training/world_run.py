@@ -13,6 +13,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +22,17 @@ from safetensors.torch import save_file
 
 from semantide.services.training.batches import HistoryBatch, Sampler
 from semantide.services.training.gradients import GradientSum
+from semantide.services.training.hierarchical_sparse import hierarchical_table
 from semantide.services.training.load_balancing import CostModel, Shares
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.recipes import TrainConfig, tiny
+from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.services.training.world import World
 from semantide.shared.errors import JobCancelled, RankLost
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.item_table import LocalTable
+from semantide.shared.models.retriever import Retriever, RetrieverConfig
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 
 LENGTHS = [int(length) for length in np.random.default_rng(1).geometric(0.12, 57).clip(1, 30)]
@@ -127,7 +132,7 @@ def exchange(world: World, folder: Path, argument: str) -> None:
 def train(world: World, folder: Path, argument: str) -> None:
     """A run in float64; ``generator:stop`` is stopped once by its last rank, and goes on."""
     kind, _, how = argument.partition(":")
-    model, objective, config = _model(kind)
+    model, objective, config = _model(kind, world)
     sampler = Sampler([(user + np.arange(length)) % 24 for user, length in enumerate(LENGTHS)], config, 5, None, (world.rank, world.size))
     stop_at = 5 if how == "stop" and world.rank == world.size - 1 and not (folder / "checkpoints").exists() else -1
     calls, metrics = 0, []
@@ -146,22 +151,41 @@ def train(world: World, folder: Path, argument: str) -> None:
         (folder / f"stopped-{world.rank}").write_text(str(trainer.state.step))
         return
     assert all(world.size == 1 or "imbalance" in values for values in metrics if "loss" in values)
-    save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, folder / f"rank-{world.rank}.safetensors")
+    tables = {name: table.gather() for name, table in objective.tables.items()}
+    save_file(tables | {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, folder / f"rank-{world.rank}.safetensors")
     (folder / f"rank-{world.rank}.json").write_text(json.dumps({"losses": state.losses}))
 
 
 def few(world: World, folder: Path, argument: str) -> None:
     """Fewer histories than ranks: some ranks train on nothing, in step with the others."""
-    _, objective, config = _model("sasrec")
+    _, objective, config = _model("sasrec", world)
     config = replace(config, items_per_batch=3, epochs=1, skip_rate=0.0)
     trainer = Trainer(config, objective, Sampler([np.arange(4), np.arange(3)], config, 0), None, Listener(time.monotonic), folder / "c", seed=0, world=world)
     state = trainer.run()
     assert state.step == 2 and all(np.isfinite(state.losses))
 
 
-def _model(kind: str) -> tuple[torch.nn.Module, NextItem | NextToken, TrainConfig]:
+def _retriever(group: int, config: TrainConfig, world: World) -> tuple[torch.nn.Module, Any, TrainConfig]:
+    """With its table here, or dealt out to groups of ranks."""
+    config = replace(config, model_type="retriever", table_optimiser="row-adam", muon_rate=0.0, staleness=group % 2, batches_in_flight=4)
+    torch.set_default_dtype(torch.float64)
+    shape = RetrieverConfig(num_layers=1, hidden_size=16, num_heads=2, max_items=30, dropout=0.0, embedding_dropout=0.0)
+    model = Retriever(shape)
+
+    def share(count: int, rows: slice) -> LocalTable:
+        table = LocalTable(count, 16, optimiser="row-adam")
+        table.weight_ND.copy_(torch.randn(24, 16, generator=torch.Generator().manual_seed(2))[rows] * 0.1)
+        return table
+
+    table: Any = share(24, slice(None)) if world.size == 1 else hierarchical_table(24, world, group, share)
+    return model, NextItemSampled(model, table, torch.ones(24), config), config
+
+
+def _model(kind: str, world: World) -> tuple[torch.nn.Module, NextItem | NextToken, TrainConfig]:
     config = replace(tiny(), epochs=2, items_per_batch=90, ema=0.9, muon_rate=0.01, max_items=30, warmup_steps=2, log_every=1, skip_rate=0.2)
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # ranks begin with what the first one has
+    if kind.startswith("retriever"):
+        return _retriever(int(kind.removeprefix("retriever")), config, world)
     if kind == "sasrec":
         config = replace(config, model_type="sasrec", label_smoothing=0.1)
         sasrec = SASRec(SASRecConfig(num_items=24, max_items=30, hidden_size=16, num_layers=1, dropout=0.0, embedding_dropout=0.0)).double()
