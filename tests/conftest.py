@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,10 @@ from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.config import Settings
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
+
+# No test judges how long an example takes.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -28,6 +28,7 @@ IntArray = npt.NDArray[np.int64]
 
 _LEAST_STEPS = 8
 _AHEAD = 2
+_FIT_ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,24 @@ class CostModel:
         Steps that something else slowed down are left out; where the steps do not tell items and squares apart, the model stays as it is.
         """
         usable = (items_S > 0) & (seconds_S > 0)
-        for _ in range(3):
-            if usable.sum() < _LEAST_STEPS:
-                return self
-            columns = np.stack([np.ones(usable.sum()), items_S[usable], squares_S[usable]], 1)
-            scale = np.abs(columns).max(0)
-            # Relative errors: long steps must not drown the short ones.
-            weight = 1 / seconds_S[usable]
-            scaled = columns / scale * weight[:, None]
-            if np.linalg.cond(scaled) > 1e4:
-                return self
-            found, _ = nnls(scaled, np.ones(len(weight)))
-            fixed, per_item, per_square = found / scale
-            if per_item <= 0:
-                return self
-            error = np.abs(seconds_S - fixed - per_item * items_S - per_square * squares_S) / np.maximum(seconds_S, 1e-12)
-            kept = usable & (error <= 3 * np.median(error[usable]) + 1e-9)
-            if (kept == usable).all():
-                break
-            usable = kept
+        if usable.sum() < _LEAST_STEPS:
+            return self
+        columns = np.stack([np.ones(usable.sum()), items_S[usable], squares_S[usable]], 1)
+        scale = np.abs(columns).max(0)
+        # Relative errors: long steps must not drown the short ones.
+        scaled = columns / scale / seconds_S[usable][:, None]
+        if np.linalg.cond(scaled) > 1e4:
+            return self
+        weight = np.ones(len(scaled))
+        for _ in range(_FIT_ROUNDS):  # towards the least sum of errors, which a few slow steps do not move
+            found, _ = nnls(scaled * weight[:, None], weight)
+            weight = 1 / np.sqrt(np.maximum(np.abs(scaled @ found - 1), 1e-6))
+        error = np.abs(scaled @ found - 1)
+        kept = error <= 3 * np.median(error) + 1e-6
+        found, _ = nnls(scaled[kept], np.ones(kept.sum()))
+        _, per_item, per_square = found / scale
+        if per_item <= 0:
+            return self
         return CostModel(float(per_square / per_item))
 
 

@@ -149,7 +149,7 @@ def test_every_worker_of_a_stack_has_a_metrics_port_of_its_own(tmp_path: Path, m
     try:
         stack.start()
         ports = {name: environment["SEMANTIDE_METRICS_PORT"] for name, environment in started.items()}
-        assert ports.pop("api") == "0" and sorted(ports.values()) == ["9100", "9101", "9102", "9103"]
+        assert ports.pop("api") == "0" and sorted(ports.values()) == ["9100", "9101", "9102", "9103", "9104"]
         assert any("127.0.0.1:9103/metrics" in where for _, where, _ in stack.places())
     finally:
         stack.stop()

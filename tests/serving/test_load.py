@@ -95,7 +95,7 @@ def _cancelled(server: Server) -> bool:
 
     from semantide.services.serving.ticket import Ticket
 
-    return any(isinstance(each, Ticket) and each.cancelled for each in gc.get_objects())
+    return any(type(each) is Ticket and each.cancelled for each in gc.get_objects())
 
 
 def test_one_bad_request_among_neighbours_fails_alone(server, monkeypatch):
