@@ -158,8 +158,8 @@ class NegativeSampler:
             parts.append(self._groups.draw(at_T, mix.prefix, rng))
         if mix.beams:
             beams_TW = self._beams(beams_TW, size)
-            # Any of them alike: the first ones would always be the same.
-            order = rng.random(beams_TW.shape).argsort(1)[:, : mix.beams]
+            # Any of them alike, for the first ones would always be the same; places without a row only where rows run out.
+            order = np.where(beams_TW < 0, 1.0, rng.random(beams_TW.shape)).argsort(1)[:, : mix.beams]
             chosen = np.take_along_axis(beams_TW, order, 1)
             parts.append(np.pad(chosen, ((0, 0), (0, mix.beams - chosen.shape[1])), constant_values=-1))
         rows_TR = np.concatenate(parts, axis=1)
