@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from semantide.services.training.batches import Epoch, Sampler
+from semantide.services.training.change_log import ChangeLog
 from semantide.services.training.checkpoint import Checkpoints, Deal
 from semantide.services.training.fence import Staleness
 from semantide.services.training.flight import Flight
@@ -30,7 +31,9 @@ from semantide.services.training.objective import Objective
 from semantide.services.training.occupancy import Occupancy
 from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
 from semantide.services.training.pipeline import Pipeline
+from semantide.services.training.publication import Link, Publication
 from semantide.services.training.recipes import TrainConfig
+from semantide.services.training.table_traffic import TableTraffic
 from semantide.services.training.world import World
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError, RankLost, SemantideError
 
@@ -55,6 +58,9 @@ class RunState:
     finished: bool = False
     alpha: float = 0.0
     """Of the cost model that processes share batches by; 0 until it is known."""
+    link: str = ""
+    links: int = 0
+    """Where serving's table stands, and how many links that is from its base; see ``Publication``."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,9 @@ class Trainer:
         checkpoint_seconds: float = 20.0,
         world: World | None = None,
         meter: StepMeter | None = None,
+        publication: Publication | None = None,
     ) -> None:
-        """``meter`` adds the use of the device's arithmetic to the metrics."""
+        """``meter`` adds the use of the device's arithmetic to the metrics; ``publication`` tells serving of the tables as they become."""
         self.config, self.objective, self.sampler, self.validate, self.listener = config, objective, sampler, validate, listener
         self.model: nn.Module = objective.model
         self.state = RunState()
@@ -111,6 +118,11 @@ class Trainer:
         self._deals = _deals(objective)
         self._gradients = GradientSum(self._world, self._parameters)
         self._times = StepTimes()
+        self._wire = TableTraffic(objective.tables)
+        self._publication = publication
+        self._logs = {name: ChangeLog(table) for name, table in objective.tables.items()} if publication is not None else {}
+        if publication is not None:
+            self.state.link, self.state.links = publication.begun.ref, publication.begun.number
 
     def run(self) -> RunState:
         """Train until the epochs are over or validation has not improved for ``patience`` times.
@@ -166,6 +178,7 @@ class Trainer:
             clock=self.listener.clock,
             occupancy=self._occupancy,
             num_ranks=self._world.size,
+            logs=self._logs,
         )
         with pipeline:
             self._run_batches(pipeline, shares, len(epoch))
@@ -175,6 +188,7 @@ class Trainer:
         state, config, clock = self.state, self.config, self.listener.clock
         mark, tokens, moved = clock(), 0, self._world.traffic.seconds
         self._occupancy.report(1.0)
+        self._wire.report(state.step)
         if self._meter is not None:
             self._meter.report(1.0)
         while state.batch < num_batches:
@@ -199,6 +213,7 @@ class Trainer:
                 values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
                     values |= {"imbalance": flight.share.imbalance, "communication_share": (self._world.traffic.seconds - moved) / seconds}
+                values |= self._wire.report(state.step)
                 if self._meter is not None:
                     values |= self._meter.report(seconds)
                 if memory := self.listener.memory_bytes():
@@ -209,6 +224,9 @@ class Trainer:
             if self._world.size > 1 and state.step in _FITS:
                 # What may be loaded already on some rank is shared out by the old model on all.
                 shares.change(self._costs(), state.batch + pipeline.room)
+            if self._publication is not None and state.step % config.publish_every == 0 and state.step >= config.warmup_steps:
+                pipeline.settle()
+                self._publish(self._publication)
             if stop or save:
                 self._save(pipeline)
             if stop:
@@ -295,15 +313,27 @@ class Trainer:
             figures = self.validate()
             candidate = [parameter.detach().clone() for parameter in self._parameters]
             self._put(current)
-            tables = {name: {key: tensor.clone() for key, tensor in table.state().items()} for name, table in self.objective.tables.items()}
             state.validations.append({"epoch": state.epoch, "step": state.step, **figures})
             self.listener.metric(state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch})
             if figures["ndcg@10"] > state.best:
                 state.best, state.best_epoch, state.waited = figures["ndcg@10"], state.epoch, 0
-                self._best, self._best_tables = candidate, tables
+                self._best = candidate
+                self._best_tables = {name: {"weight": table.state()["weight"].clone()} for name, table in self.objective.tables.items()}
             else:
                 state.waited += 1
         state.finished = last or state.waited >= config.patience
+
+    def _publish(self, publication: Publication) -> None:
+        self._settle_tables()
+        began = self.listener.clock()
+        changed = {name: log.rows() for name, log in self._logs.items()}
+        link = publication.publish(self.state.step, Link(self.state.link, self.state.links), changed)
+        if link is not None:
+            self.state.link, self.state.links = link.ref, link.number
+            for log in self._logs.values():
+                log.clear()
+        figures = {"publish_seconds": self.listener.clock() - began, "changed_rows": float(sum(map(len, changed.values())))}
+        self.listener.metric(self.state.step, figures)
 
     def _settle_tables(self) -> None:
         for _, table in sorted(self.objective.tables.items()):
@@ -338,6 +368,7 @@ class Trainer:
     def _own(self) -> dict[str, Tensor]:
         """What this rank alone has."""
         own = {"random.cpu": torch.get_rng_state()} | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        own |= {f"changed.{name}": log.changed_N for name, log in self._logs.items()}
         return own | ({"random.cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
 
     def _save(self, pipeline: Pipeline | None = None) -> None:
@@ -375,8 +406,13 @@ class Trainer:
         for name, table in self.objective.tables.items():
             table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
             if self._best is not None:
-                self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
+                self._best_tables[name] = {"weight": tensors[f"best_table.{name}.weight"]}
         self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in found.own.items() if name.startswith("on_the_way.")}
+        for name, log in self._logs.items():
+            if f"changed.{name}" in found.own:
+                log.changed_N.copy_(found.own[f"changed.{name}"])
+            else:
+                log.touch_all()
         if "random.cpu" in found.own:
             torch.set_rng_state(found.own["random.cpu"])
         else:
