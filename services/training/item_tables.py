@@ -89,19 +89,23 @@ def write_rows(folder: Path | None, tables: ItemTables, config: TrainConfig) -> 
 def _write(path: Path | None, schema: pa.Schema, columns: Mapping[str, Any], vectors: Iterator[Tensor] | None) -> None:
     """A file of some columns, the last of which are ``vectors``."""
     length = len(next(iter(columns.values())))
-    begins = iter(range(0, length, _ROWS))
-    if path is None:
-        for _ in vectors or ():
-            pass
-        return
-    with pq.ParquetWriter(path, schema) as writer:
-        for begin in begins:
-            arrays = [pa.array(values[begin : begin + _ROWS], schema.field(name).type) for name, values in columns.items()]
-            if vectors is not None:
-                piece = next(vectors)
-                arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(piece.float().cpu().numpy().ravel()), piece.shape[1]))
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-    assert vectors is None or next(vectors, None) is None
+    try:
+        if path is not None:
+            with pq.ParquetWriter(path, schema) as writer:
+                for begin in range(0, length, _ROWS):
+                    arrays = [pa.array(values[begin : begin + _ROWS], schema.field(name).type) for name, values in columns.items()]
+                    if vectors is not None:
+                        piece = next(vectors)
+                        arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(piece.float().cpu().numpy().ravel()), piece.shape[1]))
+                    writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+    finally:
+        drained(vectors or iter(()))
+
+
+def drained(vectors: Iterator[Tensor]) -> None:
+    """Run through what is left of ``pieces``, on a full disk too: the other ranks wait to be asked."""
+    for _ in vectors:
+        pass
 
 
 def _table(num_rows: int, config: TrainConfig, world: World, seed: int, places_N: Tensor | None, known: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> Any:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from semantide.services.training.alignment import rows_of
@@ -21,19 +20,18 @@ from semantide.services.training.evaluate import EvaluateConfig, cases_of, evalu
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
 from semantide.services.training.heartbeat import Heartbeat, Watch
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
-from semantide.services.training.item_tables import ItemTables, item_tables, pieces, write_rows
+from semantide.services.training.item_tables import ItemTables
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
-from semantide.services.training.publication import Link, Publication, Store
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
-from semantide.services.training.retrieval_objective import NextItemSampled
+from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.allocator import keep_freed_memory
 from semantide.shared.catalog import Catalog
-from semantide.shared.contracts import ModelTrained, NegativesWanted, TablePublished
+from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
@@ -41,12 +39,12 @@ from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
-from semantide.shared.models.retriever import ItemVectors, Retriever
+from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
-from semantide.shared.table_snapshots import SNAPSHOTS, TableSnapshot
+from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
@@ -159,7 +157,10 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
         folder = job.workdir / name
         if world.leads:
             shutil.rmtree(folder, ignore_errors=True)
-        _write_model(folder if world.leads else None, built, config, dataset)
+        if built.tables is not None:
+            write_retriever(folder if world.leads else None, built.objective, built.tables, config, dataset.item_ids)
+        elif world.leads:
+            built.model.save_pretrained(folder)
         if not world.leads:
             return ""
         (folder / "semantide.json").write_text(json.dumps(_model_card(job, config, dataset, catalog, metrics), indent=1, sort_keys=True) + "\n")
@@ -174,7 +175,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     publication = None
     if config.publish_every:
         card = _model_card(job, config, dataset, catalog, {})
-        publication = _publication(job, config, dataset, built, world, card, promote, lambda step: store("base", {"steps": step}, {}))
+        publication = publication_of(job, config, dataset.item_ids, built.objective, world, card, promote, lambda step: store("base", {"steps": step}, {}))
     trainer = Trainer(
         config,
         built.objective,
@@ -208,22 +209,6 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     return JobOutcome({"model": ref}, metrics)
 
 
-def _write_model(folder: Path | None, built: _Built, config: TrainConfig, dataset: Dataset) -> None:
-    """Into the folder that the leading rank gives; the others give their rows of tables."""
-    if built.tables is None:
-        if folder is not None:
-            built.model.save_pretrained(folder)
-        return
-    vectors = pieces(len(dataset.item_ids), built.objective.read, folder is not None)
-    try:
-        if folder is not None:
-            built.model.save_pretrained(folder, vectors, dataset.item_ids)
-    finally:
-        for _ in vectors:  # on a full disk too: the others wait to be asked
-            pass
-    write_rows(folder, built.tables, config)
-
-
 def _model_card(job: JobContext, config: TrainConfig, dataset: Dataset, catalog: Catalog | None, metrics: dict[str, Any]) -> dict[str, Any]:
     card: dict[str, Any] = {
         "model_type": config.model_type,
@@ -239,31 +224,6 @@ def _model_card(job: JobContext, config: TrainConfig, dataset: Dataset, catalog:
     if catalog is not None:
         card |= {"tokenizer_digest": catalog.tokenizer_digest, "level_sizes": list(catalog.level_sizes), "item_id_levels": len(catalog.level_sizes)}
     return card
-
-
-def _publication(
-    job: JobContext, config: TrainConfig, dataset: Dataset, built: _Built, world: World, card: dict[str, Any], promote: bool, base: Callable[[int], str]
-) -> Publication:
-    """What tells serving of the table; a run that goes on from a retriever with the same kind of rows begins at that one."""
-
-    def put(folder: Path, step: int) -> str:
-        (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
-        return job.store.put(SNAPSHOTS, folder, config={"job": job.id, "step": step}, inputs=job.spec.inputs, seed=job.spec.seed)
-
-    store = Store(
-        put,
-        lambda ref, step: job.send(TablePublished(job_id=job.id, model=ref, step=step, promote=promote)),
-        lambda step, why: logger("training").warning("the table could not be published, what changed goes with the next", job=job.id, step=step, why=why),
-    )
-    begun: Link = Link()
-    items: tuple[str, ...] = ()
-    if config.checkpoint.startswith("models/"):
-        folder = job.store.get(config.checkpoint)
-        earlier = json.loads((folder / "semantide.json").read_text())["config"]
-        # Where rows are shared, or features join in, vectors may change without a step.
-        if config.growth.rows == "own" == earlier["growth"]["rows"] and not config.features and not earlier["features"]:
-            begun, items = Link(config.checkpoint), ItemVectors.load(folder).item_ids
-    return Publication(world, built.objective, dataset.item_ids, job.workdir / "link", base, store, begun=begun, begun_items=items)
 
 
 def evaluate_models(job: JobContext) -> JobOutcome:
@@ -337,7 +297,11 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
 def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, beat: Callable[[], None]) -> _Built:
     device = world.device
     if config.model_type == "retriever":
-        return _assemble_retriever(config, dataset, job, world, beat)
+        before = _checkpoint_folder(job, config.checkpoint) if config.checkpoint else None
+        retriever, objective, exact, tables = assemble(
+            config, dataset, world, job.spec.seed, lambda counts_N: _negatives(config, dataset, counts_N, job, world.leads), before=before, beat=beat
+        )
+        return _Built(retriever, objective, exact, tables)
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
@@ -359,31 +323,6 @@ def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, jo
     tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
     ranker = GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width)
     return _Built(generator, NextToken(generator, tokens, config), ranker)
-
-
-def _assemble_retriever(config: TrainConfig, dataset: Dataset, job: JobContext, world: World, beat: Callable[[], None]) -> _Built:
-    shape = replace(config.retriever, max_items=config.max_items)
-    retriever, before = Retriever(shape), None
-    if config.checkpoint:
-        before = _checkpoint_folder(job, config.checkpoint)
-        earlier = Retriever.from_pretrained(before)
-        # Dropout may be another; what decides the tensors may not.
-        if replace(shape, dropout=earlier.config.dropout, embedding_dropout=earlier.config.embedding_dropout) != earlier.config:
-            raise Conflict(
-                f"checkpoint {config.checkpoint} has the shape {asdict(earlier.config)}: give config retriever and max_items the same, or begin anew"
-            )
-        retriever.load_state_dict(earlier.state_dict())
-    retriever = retriever.to(world.device)
-    counts_N = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
-    tables = item_tables(dataset, counts_N, config, world, job.spec.seed, before)
-    negatives = _negatives(config, dataset, counts_N.numpy(), job, world.leads)
-    objective = NextItemSampled(retriever, tables.items, counts_N, config, negatives, tables.featured)
-
-    def agree(number: int) -> int:
-        return max(map(int, world.gather_json(number)))
-
-    ranker = RetrieverRanker(retriever, objective.read, np.arange(len(dataset.item_ids)), config.max_items, agree=agree, beat=beat)
-    return _Built(retriever, objective, ranker, tables)
 
 
 def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:
