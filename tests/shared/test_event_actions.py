@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantide.shared.dataset import Dataset
@@ -32,6 +32,7 @@ def write(folder: Path, users: list[list[str]]) -> Path:
     return folder
 
 
+@settings(max_examples=20)
 @given(USERS)
 def test_each_event_has_the_number_of_its_action(tmp_path_factory: pytest.TempPathFactory, users: list[list[str]]) -> None:
     folder = write(tmp_path_factory.mktemp("d"), users)
