@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from semantide.shared.table_snapshots import RowsFile, Words, row_digests, told,
 
 LINKS = 64
 """Links after which a whole model is stored again, so that a reader who comes late has not all of a run to read."""
+_CHAINS = 2
+"""Bases whose links are kept, so that a reader who is late finds what it looks for."""
 _ROWS = 1 << 16
 
 
@@ -41,9 +44,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Store:
-    """What the leading rank does with a publication: store a folder as a link, tell serving of an artifact, and tell of a failure."""
+    """What the leading rank does with a publication: store a folder as a link, take an artifact away, tell serving of one, and tell of a failure."""
 
     put: Callable[[Path, int], str]
+    drop: Callable[[str], None]
     tell: Callable[[str, int], None]
     failed: Callable[[int, str], None]
 
@@ -74,6 +78,7 @@ class Publication:
         self._writes = world.rank < self._group  # the other groups' copies are alike
         self._mine = torch.arange(world.rank, len(item_ids), self._group) if self._writes else torch.zeros(0, dtype=torch.int64)
         self._digests: Words | None = None
+        self._told: list[list[str]] = [[]]
 
     def publish(self, step: int, link: Link, changed: Mapping[str, Tensor]) -> Link | None:
         """Store and tell what is new since ``link``: ``changed`` are this rank's logs. None where that failed; what changed is then still to be told.
@@ -83,7 +88,19 @@ class Publication:
         new = self._whole(step) if not link.ref or link.number >= LINKS else self._link(step, link, changed)
         if new is not None and self._world.leads:
             self._store.tell(new.ref, step)
+            self._keep(new)
         return new
+
+    def _keep(self, new: Link) -> None:
+        """Note what was told, and take away the links that serving has long left behind. Whole models stay, as any that was stored: somebody may have promoted one."""
+        if not new.number:
+            self._told.append([])
+        else:
+            self._told[-1].append(new.ref)
+        for ref in (ref for chain in self._told[:-_CHAINS] for ref in chain):
+            with suppress(OSError):
+                self._store.drop(ref)
+        del self._told[:-_CHAINS]
 
     def _whole(self, step: int) -> Link | None:
         self._digests = None

@@ -101,6 +101,7 @@ def publication_of(
 
     store = Store(
         put,
+        job.store.remove,
         lambda ref, step: job.send(TablePublished(job_id=job.id, model=ref, step=step, promote=promote)),
         lambda step, why: logger("training").warning("the table could not be published, what changed goes with the next", job=job.id, step=step, why=why),
     )

@@ -48,7 +48,7 @@ def main() -> int:
             objective.model.save_pretrained(folder / f"model-{step}", pieces(rows, objective.read, True), names)
             return store.put("models", folder / f"model-{step}")
 
-        keep = Store(lambda made, step: store.put(SNAPSHOTS, made), lambda ref, step: None, lambda step, why: wrong.append(why))
+        keep = Store(lambda made, step: store.put(SNAPSHOTS, made), store.remove, lambda ref, step: None, lambda step, why: wrong.append(why))
         publication = Publication(World.single(), objective, names, folder / "link", whole, keep)
         link = publication.publish(0, Link(), {})
         assert link is not None

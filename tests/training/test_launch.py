@@ -78,7 +78,11 @@ def test_two_processes_train_and_store_one_model(
         assert {row["step"] for row in rows} == set(range(1, record.result["steps"] + 1))
         assert not (settings.data_dir / "jobs" / job.id / "ranks").exists()
         if more:
-            assert any(row.get("wire_vectors", 0) > 0 for row in rows) and any(row.get("wire_reads", 0) > 0 for row in rows) and record.result["table"]["own_rows"] > 0
+            assert (
+                any(row.get("wire_vectors", 0) > 0 for row in rows)
+                and any(row.get("wire_reads", 0) > 0 for row in rows)
+                and record.result["table"]["own_rows"] > 0
+            )
             links = {ref for ref in store.list("snapshots") for _ in [TableSnapshot.load(store.get, ref)]}
             assert len(links) == record.result["steps"] // 2 - 1, "every link leads to the table that it was written for"
     finally:

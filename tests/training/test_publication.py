@@ -18,6 +18,7 @@ from torch import Tensor
 from semantide.services.serving import tasks
 from semantide.services.serving.registry import Registry
 from semantide.services.serving.retrieval import Asking, LoadedRetriever, RetrieverWatch
+from semantide.services.training import publication as publication_module
 from semantide.services.training.change_log import ChangeLog
 from semantide.services.training.item_tables import pieces
 from semantide.services.training.job import run
@@ -183,7 +184,7 @@ def test_links_do_not_depend_on_the_number_of_ranks(ring: Dataset, tmp_path: Pat
             return store.put("models", tmp_path / f"{name}-base")
 
         logs = {which: ChangeLog(entry) for which, entry in objective.tables.items()}
-        keep = Store(lambda made, step: store.put(SNAPSHOTS, made), lambda ref, step: told.append(ref), lambda step, why: pytest.fail(why))
+        keep = Store(lambda made, step: store.put(SNAPSHOTS, made), store.remove, lambda ref, step: told.append(ref), lambda step, why: pytest.fail(why))
         publication, link = Publication(world, objective, ring.item_ids, folder, base, keep), Link()
         for step in range(4):
             for which, entry in sorted(objective.tables.items()):
@@ -226,7 +227,7 @@ def test_a_full_disk_costs_a_link_and_no_training(ring: Dataset, tmp_path: Path)
     def full(*_: Any) -> str:
         raise OSError("no space left on device")
 
-    keep = Store(full, lambda ref, step: pytest.fail("nothing is there to be told of"), lambda step, why: failures.append(why))
+    keep = Store(full, lambda ref: None, lambda ref, step: pytest.fail("nothing is there to be told of"), lambda step, why: failures.append(why))
     publication = Publication(World.single(), objective, ring.item_ids, tmp_path / "link", full, keep)
     assert publication.publish(1, Link(), {ITEMS: torch.arange(3)}) is None
     assert publication.publish(2, Link("models/sha256-" + "0" * 64), {ITEMS: torch.arange(3)}) is None
@@ -238,6 +239,28 @@ def test_a_full_disk_costs_a_link_and_no_training(ring: Dataset, tmp_path: Path)
     assert len(log.rows()) == 60 and np.count_nonzero(log.changed_N) == 60
     log.clear()
     assert not len(log.rows())
+
+
+def test_what_serving_has_long_left_behind_is_taken_away(ring: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication_module, "LINKS", 2)
+    objective, _ = objective_of(ring, configured(), World.single())
+    store, told = ArtifactStore(str(tmp_path / "store")), []
+
+    def base(step: int) -> str:
+        objective.model.save_pretrained(tmp_path / f"base-{step}", pieces(60, objective.read, True), ring.item_ids)
+        return store.put("models", tmp_path / f"base-{step}")
+
+    keep = Store(lambda made, step: store.put(SNAPSHOTS, made), store.remove, lambda ref, step: told.append(ref), lambda step, why: pytest.fail(why))
+    publication, link = Publication(World.single(), objective, ring.item_ids, tmp_path / "link", base, keep), Link()
+    for step in range(8):
+        objective.tables[ITEMS].weight_ND[step] += 1
+        made = publication.publish(step, link, {ITEMS: torch.tensor([step])})
+        assert made is not None
+        link = made
+    kinds = [ref.split("/")[0] for ref in told]
+    assert kinds == ["models", SNAPSHOTS, SNAPSHOTS, "models", SNAPSHOTS, SNAPSHOTS, "models", SNAPSHOTS]
+    assert set(store.list(SNAPSHOTS)) == {told[4], told[5], told[7]} and len(store.list("models")) == 3
+    assert torch.equal(TableSnapshot.load(store.get, told[-1]).vectors_ND, objective.tables[ITEMS].weight_ND)
 
 
 def test_a_generator_has_no_table_to_publish() -> None:
