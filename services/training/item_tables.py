@@ -54,14 +54,18 @@ def item_tables(dataset: Dataset, counts_N: Tensor, config: TrainConfig, world: 
     admitted = known.admitted() if known is not None and config.growth.rows == "admission" else ()
     rows = ItemRows.of(config.growth, dataset.item_ids, counts_N.numpy(), admitted)
     places_N = None if rows.plain else torch.from_numpy(rows.rows_N)
-    row_of: Callable[[], Mapping[Any, int]] = lambda: dict(zip(dataset.item_ids, rows.rows_N.tolist(), strict=True))  # noqa: E731
-    items = _table(rows.num_rows, config, world, seed, places_N, lambda: known.items(row_of(), bool(config.item_features)) if known is not None else iter(()))
+
+    def items_before() -> Iterator[tuple[Tensor, Tensor]]:
+        if known is not None:
+            yield from known.items(dict(zip(dataset.item_ids, rows.rows_N.tolist(), strict=True)), bool(config.item_features))
+
+    items = _table(rows.num_rows, config, world, seed, places_N, items_before())
     figures = rows.figures(counts_N.numpy())
     if not config.item_features:
         return ItemTables(rows, items, None, figures)
     features = ItemFeatures.of(dataset.item_table, config.item_features)
     of_value = {name: row for row, name in enumerate(features.names_V)}
-    table = _table(len(of_value), config, world, seed + _FEATURE_SEED, None, lambda: known.features(of_value) if known is not None else iter(()))
+    table = _table(len(of_value), config, world, seed + _FEATURE_SEED, None, iter(()) if known is None else known.features(of_value))
     return ItemTables(rows, items, FeatureTable(features, table), figures | {"feature_rows": len(of_value)})
 
 
@@ -108,7 +112,7 @@ def drained(vectors: Iterator[Tensor]) -> None:
         pass
 
 
-def _table(num_rows: int, config: TrainConfig, world: World, seed: int, places_N: Tensor | None, known: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> Any:
+def _table(num_rows: int, config: TrainConfig, world: World, seed: int, places_N: Tensor | None, known: Iterator[tuple[Tensor, Tensor]]) -> Any:
     """One table over all ranks, whose rows begin at first values or, where ``known`` gives rows and vectors, at those."""
     shape = config.retriever
 
@@ -118,7 +122,7 @@ def _table(num_rows: int, config: TrainConfig, world: World, seed: int, places_N
             places_N=places_N if world.size == 1 else None,
         )  # fmt: skip
         first, step = rows.start or 0, rows.step or 1
-        for rows_K, vectors_KD in known():
+        for rows_K, vectors_KD in known:
             mine_K = rows_K % step == first
             table.weight_ND[rows_K[mine_K] // step] = vectors_KD[mine_K]
         return table

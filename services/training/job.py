@@ -50,7 +50,7 @@ from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
 _COMPARED = ("baseline", "retriever", "model")  # inputs of an evaluation
-_CASES = 1024  # users whose lists a validation makes at a time
+_CASES, _TABLE_CASES = 64, 1024  # users whose lists a validation makes at a time; of a table each time all rows are read
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
@@ -143,11 +143,11 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
 
     def validate() -> dict[str, float]:
         # Every rank ranks for its share of the users.
-        mine = valid[world.rank :: world.size]
-        figures = evaluate(built.ranker, mine, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, cases_per_batch=_CASES, tick=tick)
+        mine, together = valid[world.rank :: world.size], _CASES if built.tables is None else _TABLE_CASES
+        figures = evaluate(built.ranker, mine, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, cases_per_batch=together, tick=tick)
         if world.size > 1 and built.tables is not None:
             # The others read rows of this rank for as long as they have users.
-            for _ in range(-(-len(valid[:: world.size]) // _CASES) - -(-len(mine) // _CASES)):
+            for _ in range(-(-len(valid[:: world.size]) // together) - -(-len(mine) // together)):
                 built.ranker.rank([], 10, False)
         names = ("ndcg@10", "hr@10")
         if world.size == 1:
