@@ -379,6 +379,7 @@ def _live(service: Service, state: RegistryState) -> LiveAnswer:
         retriever=state.retriever,
         loaded_retriever=service.retrievers.current.ref if service.retrievers.current else None,
         retriever_error=service.retrievers.error,
+        following=state.following,
         error=status.error,
         version=state.version,
         previous=list(state.previous),

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from semantide.services.serving.registry import Candidate, Decision, Pair
+from semantide.services.serving.registry import Candidate, Decision, Following, Pair
 from semantide.services.serving.retrieval import Source
 from semantide.shared.contracts import ArtifactRef, Identifier
 
@@ -225,7 +225,7 @@ class SplitAnswer(Body):
 class LiveAnswer(Body):
     """What is live (``model``, ``catalog``) and what this process serves (``loaded_...``).
 
-    ``retriever`` is the second source of candidates, ``loaded_retriever`` the one that answers here.
+    ``retriever`` is the second source of candidates, ``loaded_retriever`` the one that answers here; ``following`` names the training run that keeps it up to date.
     ``error`` says why these differ, if they do for longer than a load takes. A rollback brings back the last of ``previous``.
     """
 
@@ -236,6 +236,7 @@ class LiveAnswer(Body):
     retriever: ArtifactRef | None = None
     loaded_retriever: ArtifactRef | None = None
     retriever_error: str | None = None
+    following: Following | None = None
     error: str | None
     version: int
     previous: list[Pair]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,9 @@ from semantide.services.serving.profile import Reading, profile_of, reading_of
 from semantide.services.serving.registry import Registry
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt, PermanentError
-from semantide.shared.models.retriever import ItemVectors, Retriever
+from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.retriever_search import ExactSearch
+from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
 Source = Literal["auto", "generator", "retriever", "both"]
@@ -71,36 +72,48 @@ class LoadedRetriever:
 
     ref: str
     search: ExactSearch
-    item_ids: tuple[str, ...]
-    row_of: Mapping[str, int]
+    table: TableSnapshot
     reading: Reading
+    action_numbers: Callable[[Iterable[str]], list[int]]
+
+    @property
+    def item_ids(self) -> tuple[str, ...]:
+        """The items that it can rank."""
+        return self.table.item_ids
+
+    @property
+    def row_of(self) -> Mapping[str, int]:
+        """Row of each of them."""
+        return self.table.row_of
 
     @classmethod
-    def load(cls, store: ArtifactStore, ref: str) -> LoadedRetriever:
-        """Read and verify a stored retriever, and let it answer once.
+    def load(cls, store: ArtifactStore, ref: str, known: LoadedRetriever | None = None) -> LoadedRetriever:
+        """Read and verify a stored retriever, and let it answer once; of one that follows ``known`` only what has changed is read.
 
         Raises: NotFound, Corrupt, Conflict.
         """
         folder = store.get(ref)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model, table = Retriever.from_pretrained(folder).to(device).requires_grad_(False), ItemVectors.load(folder)
+        model = Retriever.from_pretrained(folder).to(device).requires_grad_(False)
+        table = TableSnapshot.load(store.get, ref, None if known is None else known.table)
         card = _card(folder)
         vectors = table.vectors_ND.to(device)
         search = ExactSearch(model, lambda: vectors, int(card.get("max_items") or model.config.max_items))
         if not bool(torch.isfinite(search.scores([np.zeros(0, dtype=np.int64)])).all()):
             raise Corrupt(f"{ref}: the retriever's scores are not numbers: train it again with a smaller learning_rate")
-        return cls(ref, search, table.item_ids, {item: row for row, item in enumerate(table.item_ids)}, reading_of(card))
+        assert len(table.row_of) == len(table.item_ids)  # made here and not while the first request waits
+        return cls(ref, search, table, reading_of(card), model.action_numbers)
 
     @torch.inference_mode()
     def answer(self, asking: Asking, actions: Mapping[str, float], unavailable: Unavailable) -> Retrieved:
         """The best allowed items."""
         begin = time.perf_counter()
         profile = profile_of(((item, action) for item, action, _ in asking.events), actions, self.reading)
-        moments = [asking.events[place][2] for place in profile.places]
-        known = [(self.row_of[item], moment) for item, moment in zip(profile.history, moments, strict=True) if item in self.row_of]
-        timed = all(moment is not None for _, moment in known)
-        times = np.array([moment or 0 for _, moment in known], dtype=np.int64) // 1000 if timed and known else None
-        scores_V = self.search.scores([np.array([row for row, _ in known], dtype=np.int64)], [times])[0].log_softmax(-1)
+        known = [(self.row_of[item], *asking.events[place][1:]) for item, place in zip(profile.history, profile.places, strict=True) if item in self.row_of]
+        timed = all(moment is not None for _, _, moment in known)
+        times = np.array([moment or 0 for _, _, moment in known], dtype=np.int64) // 1000 if timed and known else None
+        done = np.array(self.action_numbers(action for _, action, _ in known), dtype=np.int64)
+        scores_V = self.search.scores([np.array([row for row, _, _ in known], dtype=np.int64)], [times], [done])[0].log_softmax(-1)
         out = {*asking.exclude_ids, *profile.blocked, *(profile.seen if asking.exclude_seen else ()), *unavailable.items}
         rows = [self.row_of[item] for item in out if item in self.row_of]
         scores_V[torch.tensor(rows, dtype=torch.int64, device=scores_V.device)] = -torch.inf
@@ -189,7 +202,7 @@ class RetrieverWatch:
             elif wanted != held:
                 try:
                     prepared = self._prepared
-                    self._current = prepared if prepared is not None and prepared.ref == wanted else LoadedRetriever.load(self._store, wanted)
+                    self._current = prepared if prepared is not None and prepared.ref == wanted else LoadedRetriever.load(self._store, wanted, self._current)
                     self.error = None
                 except Exception as error:
                     if not isinstance(error, PermanentError):

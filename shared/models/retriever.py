@@ -9,7 +9,7 @@ Source: Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152; Y
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -57,6 +57,8 @@ class RetrieverConfig:
     """Whether items are ranked by the cosine over ``temperature``, or by the plain product."""
     temperature: float = 0.05
     initializer_range: float = 0.02
+    actions: tuple[str, ...] = ()
+    """Actions that have a vector, which is added to that of the item they were done with. Empty: what was done makes no difference."""
 
     def __post_init__(self) -> None:
         for name, choices in (("layer", ("hstu", "fuxi")), ("places", ("start", "end", "none"))):
@@ -150,6 +152,8 @@ class Retriever(nn.Module):
         self.config = config
         self.begin = nn.Parameter(torch.zeros(config.hidden_size))
         self.places = nn.Embedding(config.max_items + 1, config.hidden_size) if config.places != "none" else None
+        # Number 0 is an action that is not known, and adds nothing.
+        self.actions = nn.Embedding(len(config.actions) + 1, config.hidden_size, padding_idx=0) if config.actions else None
         layer = HSTULayer if config.layer == "hstu" else FuXiLayer
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6) if config.layer == "hstu" else nn.RMSNorm(config.hidden_size, eps=1e-6)
@@ -159,11 +163,14 @@ class Retriever(nn.Module):
                     parameter.normal_(std=config.initializer_range)
                 elif name.endswith("bias"):
                     parameter.zero_()
+            if self.actions is not None:
+                self.actions.weight[0] = 0.0
 
-    def forward(self, vectors_TD: Tensor, begins_T: Tensor, offsets_B1: Tensor, times_T: Tensor) -> Tensor:
+    def forward(self, vectors_TD: Tensor, begins_T: Tensor, offsets_B1: Tensor, times_T: Tensor, actions_T: Tensor | None = None) -> Tensor:
         """States of packed histories, each with a first place that ``begins_T`` marks, whose own vector does not count.
 
-        Shapes: [T, D], [T] bool, [B + 1], [T] int64 -> [T, D].
+        ``actions_T`` numbers what was done, as ``action_numbers``; None where it is not known.
+        Shapes: [T, D], [T] bool, [B + 1], [T] int64, [T] int64 -> [T, D].
         Units: ``times_T`` seconds; all 0 where they are not known.
         Raises: ValueError for a history longer than ``max_items``.
         """
@@ -172,6 +179,8 @@ class Retriever(nn.Module):
         if len(lengths_B) and int(lengths_B.max()) > config.max_items + 1:
             raise ValueError(f"a history of {int(lengths_B.max()) - 1} items: cut it to the last {config.max_items}")
         places_T = torch.arange(len(vectors_TD), device=vectors_TD.device) - offsets_B1[:-1].repeat_interleave(lengths_B)
+        if self.actions is not None and actions_T is not None:
+            vectors_TD = vectors_TD + self.actions(actions_T)
         x_TD = torch.where(begins_T.unsqueeze(-1), self.begin.to(vectors_TD.dtype), vectors_TD) * config.input_scale
         if self.places is not None:
             from_end_T = lengths_B.repeat_interleave(lengths_B) - 1 - places_T
@@ -183,6 +192,11 @@ class Retriever(nn.Module):
         hidden_TD: Tensor = self.norm(x_TD)
         return self.scored(hidden_TD)
 
+    def action_numbers(self, actions: Iterable[str]) -> list[int]:
+        """Number of each action; 0 for one without a vector."""
+        numbers = {action: number for number, action in enumerate(self.config.actions, 1)}
+        return [numbers.get(action, 0) for action in actions]
+
     def scored(self, vectors: Tensor) -> Tensor:
         """States or item vectors in the form whose product over the temperature ranks: [..., D] -> the same."""
         return F.normalize(vectors, dim=-1, eps=1e-6) if self.config.cosine else vectors
@@ -192,18 +206,28 @@ class Retriever(nn.Module):
         """What products of states and item vectors are divided by."""
         return self.config.temperature if self.config.cosine else 1.0
 
-    def save_pretrained(self, folder: Path, vectors_ND: Tensor, item_ids: Sequence[str]) -> None:
-        """Write ``config.json``, ``model.safetensors``, and the table as ``vectors.parquet`` (item, vector), which the tokenizer reads too."""
+    def save_dense(self, folder: Path) -> None:
+        """Write all but the table: ``config.json`` and ``model.safetensors``."""
         write_weights(folder, self.state_dict())
         write_config(folder, {"model_type": "retriever", **asdict(self.config)})
-        if vectors_ND.shape != (len(item_ids), self.config.hidden_size):
-            raise ValueError(f"vectors {tuple(vectors_ND.shape)} for {len(item_ids)} items of size {self.config.hidden_size}: give [N, D]")
-        kind = pa.list_(pa.float32(), self.config.hidden_size)
-        with pq.ParquetWriter(folder / _VECTORS, pa.schema([("item", pa.string()), ("vector", kind)])) as writer:
-            for begin in range(0, len(item_ids), _ROWS):
-                flat = pa.array(vectors_ND[begin : begin + _ROWS].detach().float().cpu().numpy().ravel())
-                vectors = pa.FixedSizeListArray.from_arrays(flat, self.config.hidden_size)
-                writer.write_table(pa.table({"item": pa.array(list(item_ids[begin : begin + _ROWS])), "vector": vectors}))
+
+    def save_pretrained(self, folder: Path, vectors_ND: Tensor | Iterable[Tensor], item_ids: Sequence[str]) -> None:
+        """Write ``config.json``, ``model.safetensors``, and the table as ``vectors.parquet`` (item, vector), which the tokenizer reads too.
+
+        A table that is not in memory comes in pieces, in order.
+        """
+        self.save_dense(folder)
+        size, written = self.config.hidden_size, 0
+        with pq.ParquetWriter(folder / _VECTORS, pa.schema([("item", pa.string()), ("vector", pa.list_(pa.float32(), size))])) as writer:
+            for piece_VD in vectors_ND.split(_ROWS) if isinstance(vectors_ND, Tensor) else vectors_ND:
+                items = list(item_ids[written : written + len(piece_VD)])
+                if piece_VD.shape != (len(items), size):
+                    raise ValueError(f"vectors {tuple(piece_VD.shape)} for {len(items)} items of size {size}: give [N, D]")
+                flat = pa.array(piece_VD.detach().float().cpu().numpy().ravel())
+                writer.write_table(pa.table({"item": pa.array(items, pa.string()), "vector": pa.FixedSizeListArray.from_arrays(flat, size)}))
+                written += len(items)
+        if written != len(item_ids):
+            raise ValueError(f"{written} vectors for {len(item_ids)} items: give one of each item")
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> Retriever:
@@ -215,7 +239,8 @@ class Retriever(nn.Module):
         if header.get("model_type") != "retriever":
             raise Conflict(f"{folder}: model_type is {header.get('model_type')!r}, not 'retriever'")
         try:
-            model = cls(RetrieverConfig(**{field.name: header[field.name] for field in fields(RetrieverConfig)}))
+            shape = {field.name: header[field.name] for field in fields(RetrieverConfig) if field.name != "actions"}
+            model = cls(RetrieverConfig(**shape, actions=tuple(header.get("actions", ()))))
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"{folder}/config.json: {error}: a field is missing or out of range; copy the model folder again") from error
         fill(model, read_weights(folder), folder)

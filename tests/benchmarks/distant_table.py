@@ -67,8 +67,8 @@ class DistantTable:
     def settle(self) -> None:
         self.table.settle()
 
-    def gather(self) -> Tensor:
-        return self.table.gather()
+    def read(self, ids_T: Tensor) -> Tensor:
+        return self.table.read(ids_T)
 
     def state(self) -> dict[str, Tensor]:
         return self.table.state()

@@ -16,6 +16,7 @@ from semantide.shared.errors import JobCancelled
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.retriever import Retriever, RetrieverConfig
+from semantide.shared.models.retriever_search import ExactSearch
 
 NUM_ITEMS = 20
 SHAPE = RetrieverConfig(hidden_size=16, num_layers=1, num_heads=2, max_items=12, time_buckets=16, dropout=0.0, embedding_dropout=0.0)
@@ -36,23 +37,43 @@ def batch_of(histories: list[list[int]]) -> HistoryBatch:
 def loss_of(objective: NextItemSampled, batch: HistoryBatch, seed: int = 0) -> LossSum:
     ids = objective.draw(batch, torch.Generator().manual_seed(seed))[ITEMS]
     route = objective.tables[ITEMS].route(ids)
-    return objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T)})
+    return objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T, ids)})
 
 
 def test_with_all_items_it_is_the_cross_entropy_of_each_next_item() -> None:
     objective, histories = made(num_negatives=0), [[3, 5, 11], [7]]
     batch = batch_of(histories)
     sums = loss_of(objective, batch)
-    ranker = RetrieverRanker(objective.model, lambda: objective.tables[ITEMS].weight_ND, np.arange(NUM_ITEMS), 12)
+    search = ExactSearch(objective.model, lambda: objective.tables[ITEMS].weight_ND, 12)
     times = [batch.times_T[:3].numpy(), batch.times_T[3:].numpy()]
     expected = 0.0
     for history, moments in zip(histories, times, strict=True):
         for place, target in enumerate(history):
             # The begin row of an empty history has the first event's time in training; nothing stands beside it to compare with.
-            scores = ranker._search.scores([np.array(history[:place], dtype=np.int64)], [moments[:place]])
+            scores = search.scores([np.array(history[:place], dtype=np.int64)], [moments[:place]])
             expected += float(F.cross_entropy(scores, torch.tensor([target])))
     assert float(sums.total().detach()) == pytest.approx(expected / 4, rel=1e-4)
     assert sums.counts_K.tolist() == [4]
+
+
+def test_what_was_done_counts_in_ranking_as_it_does_in_training() -> None:
+    torch.manual_seed(0)
+    config = replace(recipe("retriever-tiny"), max_items=12, num_negatives=0)
+    model = Retriever(replace(SHAPE, actions=("click", "like")))
+    assert not bool(model.actions.weight[0].any()) and model.action_numbers(["like", "hate", "click"]) == [2, 0, 1]
+    torch.nn.init.normal_(model.actions.weight[1:])
+    done = torch.tensor([1, 2, 0, 2, 1], dtype=torch.int16)
+    objective = NextItemSampled(model.eval(), LocalTable(NUM_ITEMS, 16), COUNTS, config, actions_E=done)
+    items = Jagged.from_sequences([[7], [3, 5, 11]])
+    batch = HistoryBatch(items, torch.arange(4) * 60, torch.arange(2), torch.tensor([4, 1, 2, 3]))
+    search = ExactSearch(model, lambda: objective.tables[ITEMS].weight_ND, 12)
+    expected = 0.0
+    for history, actions, moments, target in (([], [], [], 7), ([], [], [], 3), ([3], [2], [60], 5), ([3, 5], [2, 0], [60, 120], 11)):
+        scores = search.scores([np.array(history, dtype=np.int64)], [np.array(moments, dtype=np.int64)], [np.array(actions, dtype=np.int64)])
+        expected += float(F.cross_entropy(scores, torch.tensor([target])))
+    assert float(loss_of(objective, batch).total().detach()) == pytest.approx(expected / 4, rel=1e-4)
+    silent = NextItemSampled(model, objective.tables[ITEMS], COUNTS, config)
+    assert float(loss_of(silent, batch).total().detach()) != pytest.approx(expected / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("scope", ["batch", "target"])
@@ -85,7 +106,7 @@ def test_items_of_the_history_can_be_left_out_of_its_negatives() -> None:
     objective = made(num_negatives=6, mask_history=True)
     ids = torch.tensor([4, 9, 4, 9, 4, *[9, 4, 4, 9, 4, 9]])
     route = objective.tables[ITEMS].route(ids)
-    sums = objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T)})
+    sums = objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T, ids)})
     assert float(sums.total().detach()) == pytest.approx(0.0, abs=1e-6)  # nothing is left to compare with
 
 
@@ -117,7 +138,7 @@ def test_it_learns_the_ring_and_a_stopped_run_ends_as_one_left_alone(tmp_path: P
     run = Run(tmp_path / "a", num_negatives=8)
     whole = run()
     assert whole.losses[-1] < 0.6 * whole.losses[0]
-    ranker = RetrieverRanker(run.objective.model, lambda: run.objective.tables[ITEMS].weight_ND, np.arange(NUM_ITEMS), 12)
+    ranker = RetrieverRanker(run.objective.model, run.objective.read, np.arange(NUM_ITEMS), 12)
     histories = [(start + np.arange(5)) % NUM_ITEMS for start in range(NUM_ITEMS)]
     lists = ranker.rank(histories, 5, True, [np.arange(5) * 60] * NUM_ITEMS)
     assert np.mean([(history[-1] + 1) % NUM_ITEMS in best for history, best in zip(histories, lists, strict=True)]) > 0.9
