@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -166,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Ranks of one machine share its cores.
         cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if options.with_parent or options.verb in ("job", "rank"):
+    # A rank that an agent on a host without a terminal starts has nobody at the other end.
+    if options.with_parent or (options.verb in ("job", "rank") and stat.S_ISFIFO(os.fstat(0).st_mode)):
         _end_with_parent()
     try:
         if options.verb == "api":
