@@ -151,7 +151,8 @@ def _report(
     for user, recent, items in asked:
         display.console.print(f"[bold]user {user}[/bold], lately: {'; '.join(recent)}", highlight=False)
         rows = [
-            [place + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"], item["source"]] for place, item in enumerate(items)
+            [place + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"], item["source"]]
+            for place, item in enumerate(items)
         ]
         display.table("", ["#", "item", "what it is", "log probability", "ranked by"], rows)
         display.console.print()

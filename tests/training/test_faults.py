@@ -159,7 +159,7 @@ def test_101_samples_on_one_rank_and_57_on_the_other_train_as_on_one(ranks: Rank
     for epoch in (0, 1):
         consumed = [[sample for number, _, samples, _ in rank if number == epoch for sample in samples] for rank in steps]
         assert sorted(map(len, consumed)) == [57, 101]
-        assert sorted(sum(consumed, [])) == list(range(158))
+        assert sorted(sample for samples in consumed for sample in samples) == list(range(158))
     one = result(tmp_path / "1")
     for rank in range(2):
         other = result(tmp_path / "2", rank)
@@ -181,7 +181,9 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
         options = f"--nnodes=2 --nproc-per-node={ranks_each} --max-restarts=3 --rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.1"
         patience = f"--rdzv-conf=is_host={int(leads)},keep_alive_interval=1,keep_alive_max_attempt=8"
         return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument], env=environment, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument],
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
 
     hosts = [agent(True, ""), agent(False, "host:5")]
