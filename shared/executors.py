@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,10 +27,12 @@ Tick = Callable[[int, int, str], None]
 
 
 class Piece(NamedTuple):
-    """A file, or one record batch of an Arrow file."""
+    """A file, one record batch of an Arrow file, or a stretch of rows of a Parquet file; of all columns or of some."""
 
     path: Path
     batch: int | None = None
+    rows: tuple[int, int] | None = None
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ class Outcome:
         """The file of one table."""
         return self.folder / f"part-{part:06d}" / f"{name}.arrow"
 
-    def pieces(self, part: int, *names: str) -> dict[str, Sequence[Piece]]:
+    def pieces(self, part: int, *names: str, columns: tuple[str, ...] = ()) -> dict[str, Sequence[Piece]]:
         """Tables of one part as inputs of the next step."""
-        return {name: (Piece(self.path(part, name)),) for name in names}
+        return {name: (Piece(self.path(part, name), columns=columns),) for name in names}
 
     def tables(self, name: str) -> Iterator[pa.Table]:
         """One table of every part, in order; each is read when it is asked for."""
@@ -109,6 +112,24 @@ class RayExecutor:
         return Outcome(folder / step.name, total)
 
 
+class Steps:
+    """Runs one step after another below one folder, and shares small tables between their parts."""
+
+    def __init__(self, executor: Executor, folder: Path, tick: Tick = lambda done, total, name: None) -> None:
+        self._executor, self._folder, self._tick = executor, folder, tick
+
+    def __call__(self, name: str, function: Callable[..., Mapping[str, Output]], parts: Sequence[Mapping[str, Sequence[Piece]]], **arguments: Any) -> Outcome:
+        """See ``Executor.run``."""
+        return self._executor.run(Step(name, function, parts, arguments), self._folder, self._tick)
+
+    def share(self, name: str, table: pa.Table) -> Sequence[Piece]:
+        """A table that every part may be given."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{name}.arrow"
+        _write(path, table)
+        return (Piece(path),)
+
+
 def executor(kind: str, ray_address: str = "") -> Executor:
     """The executor of a deployment's settings."""
     if kind == "ray":
@@ -142,11 +163,25 @@ def read(pieces: Sequence[Piece]) -> pa.Table:
 
 
 def _read(piece: Piece) -> pa.Table:
+    columns = list(piece.columns) or None
     if piece.path.suffix == ".parquet":
         with pq.ParquetFile(piece.path) as file:
-            return file.read()
-    with pa.OSFile(str(piece.path)) as source, pa.ipc.open_file(source) as reader:
-        return reader.read_all() if piece.batch is None else pa.Table.from_batches([reader.get_batch(piece.batch)])
+            return file.read(columns=columns) if piece.rows is None else _stretch(file, *piece.rows, columns)
+    options = pa.ipc.IpcReadOptions()
+    with pa.OSFile(str(piece.path)) as source:
+        if columns:
+            with pa.ipc.open_file(source) as reader:
+                options.included_fields = [reader.schema.get_field_index(name) for name in columns]
+        with pa.ipc.open_file(source, options=options) as reader:
+            return reader.read_all() if piece.batch is None else pa.Table.from_batches([reader.get_batch(piece.batch)])
+
+
+def _stretch(file: pq.ParquetFile, begin: int, end: int, columns: list[str] | None) -> pa.Table:
+    """Rows from ``begin`` to before ``end``; only their row groups are read."""
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    groups = range(int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left")) + 1)
+    first = int(ends[groups.start - 1]) if groups.start else 0
+    return file.read_row_groups([group for group in groups if group < len(ends)], columns=columns).slice(begin - first, end - begin)
 
 
 def _write(path: Path, output: Output) -> None:
