@@ -9,9 +9,10 @@ On a cluster every node needs this package and the same folder (a shared volume)
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 
 from semantide.shared.errors import PermanentError
 
-Output: TypeAlias = "pa.Table | Sequence[pa.RecordBatch]"
+Output: TypeAlias = "pa.Table | Iterable[pa.RecordBatch]"
 Tick = Callable[[int, int, str], None]
 
 
@@ -122,8 +123,8 @@ class Steps:
         """See ``Executor.run``."""
         return self._executor.run(Step(name, function, parts, arguments), self._folder, self._tick)
 
-    def share(self, name: str, table: pa.Table) -> Sequence[Piece]:
-        """A table that every part may be given."""
+    def share(self, name: str, table: Output) -> Sequence[Piece]:
+        """A table that every part may be given, whole or one of its batches."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{name}.arrow"
         _write(path, table)
@@ -185,11 +186,12 @@ def _stretch(file: pq.ParquetFile, begin: int, end: int, columns: list[str] | No
 
 
 def _write(path: Path, output: Output) -> None:
-    batches = output.combine_chunks().to_batches() if isinstance(output, pa.Table) else output
-    schema = output.schema if isinstance(output, pa.Table) else output[0].schema
+    batches = iter(output.combine_chunks().to_batches() if isinstance(output, pa.Table) else output)
+    first = next(batches, None)
+    assert first is not None or isinstance(output, pa.Table), path
     options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
-        for batch in batches:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, output.schema if first is None else first.schema, options=options) as writer:
+        for batch in () if first is None else itertools.chain([first], batches):
             writer.write_batch(batch)
 
 
