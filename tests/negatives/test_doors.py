@@ -178,8 +178,7 @@ def test_a_job_draws_whole_epochs_that_a_run_finds(room: Room, dataset: str, cat
         ({"epochs": 0}, inputs, "whole number from 1"),
         ({"epochs": 1, "width": 3}, inputs, "draws no shards"),
         ({"epochs": 1, "mix": {"wrong": 3}}, inputs, "'wrong' is unknown"),
-        ({"epochs": 1}, {**inputs, "model": "x"}, "catalog, dataset, model"),
-        ({"epochs": 1}, {**inputs, "beams": "x"}, "beams"),
+        ({"epochs": 1}, {**inputs, "model": dataset}, "catalog, dataset, model"),
     ):
         with pytest.raises(BadData, match=text):
             job.run(context(room, inputs=given, config=config))
