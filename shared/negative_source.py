@@ -103,7 +103,14 @@ class BeamLists:
 
 
 def draw_part(
-    histories: pa.Table, shards: pa.Table, items: pa.Table, mix: NegativeMix, seed: int, epoch: int, codes: pa.Table | None = None, beams: pa.Table | None = None
+    histories: pa.Table,
+    shards: pa.Table,
+    items: pa.Table,
+    mix: NegativeMix,
+    seed: int,
+    epoch: int,
+    codes: pa.Table | None = None,
+    beams: pa.Table | None = None,
 ) -> dict[str, Output]:
     """Shards that lie next to each other, one record batch for each: a step of an executor.
 
@@ -117,9 +124,7 @@ def draw_part(
     return {"rows": [pa.record_batch({"rows": _lists(rows)}) for rows in drawn]}
 
 
-def _drawn(
-    events: TrainingEvents, shards: pa.Table, sampler: NegativeSampler, lists: BeamLists | None, seed: int, epoch: int
-) -> Iterator[Negatives]:
+def _drawn(events: TrainingEvents, shards: pa.Table, sampler: NegativeSampler, lists: BeamLists | None, seed: int, epoch: int) -> Iterator[Negatives]:
     for number, begin, end in zip(*(shards[name].to_pylist() for name in ("shard", "begin", "end")), strict=True):
         # What a user took is known of the shard's own users alone, which makes looking it up quick.
         first, last = np.searchsorted(events.users_E, events.users_E[begin]), np.searchsorted(events.users_E, events.users_E[end - 1], side="right")

@@ -147,7 +147,12 @@ def finish(
             }
         ),
         "pages": pa.table(
-            {"user": shown.user, "time": shown.time, "items": _lists(shown.offsets, shown.items), "actions": _lists(shown.offsets, signals.words(shown.actions))}
+            {
+                "user": shown.user,
+                "time": shown.time,
+                "items": _lists(shown.offsets, shown.items),
+                "actions": _lists(shown.offsets, signals.words(shown.actions)),
+            }
         ),
         "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),

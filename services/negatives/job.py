@@ -86,7 +86,9 @@ def _draw(job: JobContext) -> JobOutcome:
     config, inputs = dict(job.spec.config), dict(job.spec.inputs)
     epochs, mix = config.pop("epochs"), config.pop("mix", {})
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1 or not isinstance(mix, dict) or config:
-        raise BadData(f"job {job.id}: config {dict(job.spec.config)} draws no shards: give epochs, a whole number from 1, and mix, such as {{'popularity': 64}}")
+        raise BadData(
+            f"job {job.id}: config {dict(job.spec.config)} draws no shards: give epochs, a whole number from 1, and mix, such as {{'popularity': 64}}"
+        )
     if "dataset" not in inputs or not set(inputs) <= {"dataset", "catalog", "beams"}:
         raise BadData(f"drawing shards got inputs {', '.join(sorted(inputs)) or 'none'}: give dataset, and catalog or beams where the mixture needs them")
     try:

@@ -84,7 +84,9 @@ def test_an_epoch_by_an_executor_is_its_shards_one_by_one(lengths: list[tuple[in
         for number, rows in enumerate(drawn):
             at_T = np.arange(number * 32, min(number * 32 + 32, len(events.rows_E)))
             beams_TW = lists.of(at_T, events) if beams else None
-            expected = sampler.draw(events.rows_E[at_T], np.random.default_rng([4, 2, number]), users_T=events.users_E[at_T], known=events.known, beams_TW=beams_TW)
+            expected = sampler.draw(
+                events.rows_E[at_T], np.random.default_rng([4, 2, number]), users_T=events.users_E[at_T], known=events.known, beams_TW=beams_TW
+            )
             assert np.array_equal(rows, expected) and np.array_equal(rows, source.shard(4, 2, number))
 
 
