@@ -252,7 +252,7 @@ def _thinned(run: Steps, cleaned: Outcome, num_items: int, config: DatasetConfig
     return kept
 
 
-def _time_of_rank(run: _Steps, positives: Outcome, rank: int) -> int:
+def _time_of_rank(run: Steps, positives: Outcome, rank: int) -> int:
     """The exact ``rank``-th earliest time of all events: the stretch that holds it is divided until it is a millisecond."""
     low, width, before = -(1 << 47), 1 << 32, 0
     while True:
