@@ -186,12 +186,15 @@ def _stretch(file: pq.ParquetFile, begin: int, end: int, columns: list[str] | No
 
 
 def _write(path: Path, output: Output) -> None:
-    batches = iter(output.combine_chunks().to_batches() if isinstance(output, pa.Table) else output)
-    first = next(batches, None)
-    assert first is not None or isinstance(output, pa.Table), path
+    if isinstance(output, pa.Table):
+        schema, batches = output.schema, iter(output.combine_chunks().to_batches())
+    else:
+        batches = iter(output)
+        first = next(batches)
+        schema, batches = first.schema, itertools.chain([first], batches)
     options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, output.schema if first is None else first.schema, options=options) as writer:
-        for batch in () if first is None else itertools.chain([first], batches):
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
+        for batch in batches:
             writer.write_batch(batch)
 
 

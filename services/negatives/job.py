@@ -92,7 +92,9 @@ def _draw(job: JobContext) -> JobOutcome:
     if "dataset" not in inputs or not set(inputs) <= {"dataset", "catalog", "beams"}:
         raise BadData(f"drawing shards got inputs {', '.join(sorted(inputs)) or 'none'}: give dataset, and catalog or beams where the mixture needs them")
     try:
-        wanted = NegativesWanted(**inputs, mix=NegativeMix.of(mix).values(), seed=job.spec.seed)
+        wanted = NegativesWanted(
+            dataset=inputs["dataset"], catalog=inputs.get("catalog"), beams=inputs.get("beams"), mix=NegativeMix.of(mix).values(), seed=job.spec.seed
+        )
     except (ValueError, TypeError) as error:
         raise BadData(f"job {job.id}: {error}") from error
     settings = job.settings
