@@ -148,6 +148,15 @@ class ModelTrained(Message):
     promote: bool = False
 
 
+class TablePublished(Message):
+    """A retriever is being trained, and this is its newest state: a whole model (models/...) or what changed since the one before (snapshots/...)."""
+
+    job_id: str
+    model: ArtifactRef
+    step: int
+    promote: bool = False
+
+
 class NegativesWanted(Message):
     """A training run will need this shard of negatives: those of a stretch of training events, drawn anew for every epoch.
 

@@ -1,220 +1,218 @@
-"""Tables for serving as a base and what changed since: a base and its deltas give the full table bit for bit.
+"""Item tables that grow older under serving's eyes: a stored model and what changed since give the newest table bit for bit.
 
-    base      all ids of a table and their vectors
-    delta 1   ids whose vectors changed or came since the base, and ids that were deleted
-    delta 2   the same since delta 1, ...
+    models/sha256-A        a whole retriever: the base
+    snapshots/sha256-B     rows that changed or came since A, items that are gone, and the dense weights of that moment
+    snapshots/sha256-C     the same since B, ...
 
-Each is a folder with ``rows.safetensors`` (``ids_N`` ascending, ``vectors_ND``, ``deleted_M`` ascending) and ``snapshot.json``. A link carries the number in its chain,
-the digest of the link before it, and the digest of the table that it leads to: a missing, doubled, torn or foreign delta is refused before anything is
-changed, and the table that comes out is the one that was meant. Rows may come from several ranks; they are put in order of ids.
-Legend: N rows, M deleted ids, D features.
+A link is an artifact: ``rows-*.parquet`` (item, vector) from one or several ranks, ``snapshot.json``, and the rest of a model but for its vectors. ``snapshot.json`` names
+the artifact before it, the number of links since the base, and the digest of the table that it leads to: a missing, doubled, torn or foreign link is refused
+before anything is changed, and the table that comes out is the one that was meant. The digest of a table is the sum of its rows' digests, so that a
+writer who has some of the rows and a reader who got some of them need no others; it finds damage and mistakes, and is no defence against forgery.
+Legend: N rows, M deleted items, D features.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from semantide.shared.artifacts import digest_file
-from semantide.shared.errors import Conflict, Corrupt, NotFound
+from semantide.shared.errors import Conflict, Corrupt
+from semantide.shared.models.first_rows import hashed
+from semantide.shared.models.item_rows import name_hash
+from semantide.shared.models.retriever import ItemVectors
 
-_ROWS, _CARD = "rows.safetensors", "snapshot.json"
+SNAPSHOTS = "snapshots"
+"""Kind of the artifacts that are links."""
+CARD = "snapshot.json"
+_LONGEST_CHAIN = 10_000
+_ROWS = 1 << 16
+
+Words = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TableSnapshot:
-    """A whole table at one moment.
+    """A whole table at one moment: the items, their vectors, which artifact it stands at, and how many links that is from the base.
 
-    Shapes: ``ids_N`` int64, ascending, each once; ``vectors_ND``. ``number`` counts the deltas since the base, ``link`` is the digest of the last one.
+    Shapes: ``vectors_ND``.
     """
 
-    ids_N: Tensor
+    item_ids: tuple[str, ...]
     vectors_ND: Tensor
-    number: int
-    link: str
+    ref: str
+    number: int = 0
 
     @classmethod
-    def read(cls, base: Path, deltas: Sequence[Path] = ()) -> TableSnapshot:
-        """A base with its deltas, oldest first.
+    def load(cls, get: Callable[[str], Path], ref: str, known: TableSnapshot | None = None) -> TableSnapshot:
+        """The table at an artifact, a model or a link; of the links from ``known``, where that is on the way, only what came since is read.
 
-        Raises: Corrupt for bytes that are not what was written, Conflict for a delta that is not the next one.
+        Raises: NotFound for an artifact that is not there, Corrupt for one that is damaged, Conflict for links that do not follow each other.
         """
-        card, rows = _opened(base)
-        if card["number"] != 0:
-            raise Conflict(f"{base} is delta {card['number']} of a table and no base: begin with the base")
-        snapshot = cls(rows["ids_N"], rows["vectors_ND"], 0, _link(base))
-        snapshot._check(base, card)
-        for delta in deltas:
-            snapshot = snapshot.followed_by(delta)
+        links: list[tuple[str, Path]] = []
+        at = ref
+        while known is None or at != known.ref:
+            folder = get(at)
+            if not at.startswith(f"{SNAPSHOTS}/"):
+                known = cls.of_model(folder, at)
+                break
+            links.append((at, folder))
+            if len(links) > _LONGEST_CHAIN:
+                raise Corrupt(f"{ref} is more than {_LONGEST_CHAIN} links from a whole model: publish a new base")
+            at = str(_card(folder)["before"])
+        snapshot = known
+        for at, folder in reversed(links):
+            snapshot = snapshot.followed_by(folder, at)
         return snapshot
 
-    def followed_by(self, delta: Path) -> TableSnapshot:
-        """The table after one more delta; this one stays as it is.
+    @classmethod
+    def of_model(cls, folder: Path, ref: str) -> TableSnapshot:
+        """The table of a stored retriever.
 
-        Raises: Corrupt for bytes that are not what was written, Conflict for a delta that is not the next one.
+        Raises: NotFound, Corrupt.
         """
-        card, rows = _opened(delta)
+        table = ItemVectors.load(folder)
+        return cls(table.item_ids, table.vectors_ND, ref)
+
+    def followed_by(self, folder: Path, ref: str) -> TableSnapshot:
+        """The table after one more link; this one stays as it is.
+
+        Raises: Corrupt for bytes that are not what was written, Conflict for a link that is not the next one.
+        """
+        card = _card(folder)
+        if card["before"] != self.ref:
+            raise Conflict(
+                f"{ref} follows {str(card['before'])[:24]}... and the table stands at {self.ref[:24]}...: give the links in order, each once, from their own base"
+            )
         if card["number"] != self.number + 1:
-            what = "is there already" if 0 < card["number"] <= self.number else "does not follow"
-            raise Conflict(f"{delta} is delta {card['number']} and the table stands at {self.number}, so it {what}: give delta {self.number + 1} next")
-        if card["before"] != self.link:
-            raise Conflict(f"{delta} follows another table than this one ({card['before'][:12]}... against {self.link[:12]}...): begin with its own base")
-        snapshot = _replaced(self, rows["ids_N"], rows["vectors_ND"], rows["deleted_M"], _link(delta))
-        snapshot._check(delta, card)
-        return snapshot
+            raise Conflict(f"{ref} is link {card['number']} from its base and the table is at {self.number}: begin with its own base")
+        names, vectors_KD = _rows(folder, self.vectors_ND.shape[1])
+        after = self._replaced(names, vectors_KD, [str(name) for name in card["deleted"]], ref)
+        if after.digest != card["table"]:
+            raise Corrupt(f"{folder} does not lead to the table that it was written for: fetch it and what it follows again, or promote a whole model")
+        return after
 
-    def _check(self, folder: Path, card: dict[str, Any]) -> None:
-        if table_digest(self.ids_N, self.vectors_ND) != card["table"]:
-            raise Corrupt(f"{folder} does not lead to the table that it was written for: fetch it and what it follows again, or begin with a new base")
+    @cached_property
+    def row_of(self) -> Mapping[str, int]:
+        """Row of each item."""
+        return {item: row for row, item in enumerate(self.item_ids)}
 
+    @cached_property
+    def digests_N2(self) -> Words:
+        """Digest of each row."""
+        return row_digests(self.item_ids, self.vectors_ND)
 
-class TableChain:
-    """A base and its deltas in one folder, ``000000`` and on: training appends, serving reads what came since it last looked.
+    @cached_property
+    def digest(self) -> str:
+        """Of the whole table, in whatever order its rows are."""
+        return told(total(self.digests_N2))
 
-    Each is written aside and renamed, so that a reader on another machine sees whole ones only and a kill leaves none half there.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def begin(self, ids_N: Tensor, vectors_ND: Tensor) -> TableSnapshot:
-        """Write the base.
-
-        Raises: Conflict where there is one already.
-        """
-        if self._links():
-            raise Conflict(f"{self.folder} has a base already: append to it, or give another folder")
-        return self._put(0, lambda aside: write_base(aside, ids_N, vectors_ND))
-
-    def append(self, before: TableSnapshot, ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor) -> TableSnapshot:
-        """Write the next delta, see ``write_delta``.
-
-        Raises: Conflict when ``before`` is not the newest.
-        """
-        if before.number + 1 != len(self._links()):
-            raise Conflict(f"{self.folder} stands at {len(self._links()) - 1} and this delta follows {before.number}: read the chain first, then append")
-        return self._put(before.number + 1, lambda aside: write_delta(aside, before, ids_N, vectors_ND, deleted_M))
-
-    def read(self, known: TableSnapshot | None = None) -> TableSnapshot:
-        """The newest table; ``known`` is what was read before, and only what came since is read then.
-
-        Raises: Corrupt, Conflict as ``TableSnapshot``; NotFound for a folder without a base.
-        """
-        links = self._links()
-        if not links:
-            raise NotFound(f"{self.folder} has no table snapshot: train one, or give the folder of one")
-        snapshot = TableSnapshot.read(links[0]) if known is None else known
-        for delta in links[1:] if known is None else [link for link in links if int(link.name) > known.number]:
-            snapshot = snapshot.followed_by(delta)
-        return snapshot
-
-    def _links(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdigit())
-
-    def _put(self, number: int, write: Callable[[Path], TableSnapshot]) -> TableSnapshot:
-        aside = self.folder / f".incoming-{number:06d}"
-        shutil.rmtree(aside, ignore_errors=True)
-        snapshot = write(aside)
-        aside.rename(self.folder / f"{number:06d}")
-        return snapshot
+    def _replaced(self, names: Sequence[str], vectors_KD: Tensor, deleted: Sequence[str], ref: str) -> TableSnapshot:
+        twice = len(names) + len(deleted) - len({*names, *deleted})
+        gone = [name for name in deleted if name not in self.row_of]
+        if twice or gone:
+            raise Corrupt(f"{ref} names {f'{twice} items twice' if twice else f'{gone[0]!r} as deleted, which is not there'}: publish a new base")
+        digests_K2 = row_digests(names, vectors_KD)
+        places = np.fromiter((self.row_of.get(name, -1) for name in names), np.int64, len(names))
+        known, fresh = places >= 0, places < 0
+        ids, row_of = self.item_ids, self.row_of
+        vectors_ND, digests_N2 = self.vectors_ND.clone(), self.digests_N2.copy()
+        at = torch.from_numpy(places[known])
+        vectors_ND[at], digests_N2[places[known]] = vectors_KD[torch.from_numpy(known)], digests_K2[known]
+        if fresh.any():
+            ids = (*ids, *(name for name, new in zip(names, fresh.tolist(), strict=True) if new))
+            vectors_ND = torch.cat([vectors_ND, vectors_KD[torch.from_numpy(fresh)]])
+            digests_N2 = np.concatenate([digests_N2, digests_K2[fresh]])
+        if deleted:
+            stays = np.ones(len(ids), dtype=np.bool_)
+            stays[[row_of[name] for name in deleted]] = False
+            ids = tuple(name for name, here in zip(ids, stays.tolist(), strict=True) if here)
+            vectors_ND, digests_N2 = vectors_ND[torch.from_numpy(stays)], digests_N2[stays]
+        after = TableSnapshot(ids, vectors_ND, ref, self.number + 1)
+        after.__dict__["digests_N2"] = digests_N2
+        if ids is self.item_ids:
+            after.__dict__["row_of"] = row_of
+        return after
 
 
-def write_base(folder: Path, ids_N: Tensor, vectors_ND: Tensor) -> TableSnapshot:
-    """Write a whole table.
+class RowsFile:
+    """A file of rows, written some at a time; ``close`` it."""
 
-    Raises: ValueError for ids that come twice or do not match the vectors.
-    """
-    ids_N, vectors_ND = _sorted(ids_N, vectors_ND)
-    card = {"number": 0, "before": "", "table": table_digest(ids_N, vectors_ND)}
-    return TableSnapshot(ids_N, vectors_ND, 0, _written(folder, card, ids_N, vectors_ND, ids_N.new_empty(0)))
+    def __init__(self, path: Path, size: int) -> None:
+        self._writer = pq.ParquetWriter(path, pa.schema([("item", pa.string()), ("vector", pa.list_(pa.float32(), size))]))
 
+    def add(self, names: Sequence[str], vectors_KD: Tensor) -> None:
+        """Some rows more."""
+        flat = pa.array(vectors_KD.detach().float().cpu().numpy().ravel())
+        vectors = pa.FixedSizeListArray.from_arrays(flat, vectors_KD.shape[1])
+        self._writer.write_table(pa.table({"item": pa.array(list(names), pa.string()), "vector": vectors}), row_group_size=_ROWS)
 
-def write_delta(folder: Path, before: TableSnapshot, ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor) -> TableSnapshot:
-    """Write what changed since ``before``: rows that were touched or are new, and ids that are gone. What did not really change is left out.
-
-    Raises: ValueError for ids that come twice, do not match the vectors, or are both changed and deleted.
-    """
-    ids_N, vectors_ND = _sorted(ids_N, vectors_ND)
-    deleted_M = deleted_M.cpu().long().unique()
-    if both := sorted(set(ids_N.tolist()) & set(deleted_M.tolist())):
-        raise ValueError(f"id {both[0]} is changed and deleted in one delta: give only what it is in the end")
-    if len(ids_N) and (vectors_ND.shape[1:] != before.vectors_ND.shape[1:] or vectors_ND.dtype != before.vectors_ND.dtype):
-        raise ValueError(f"vectors {tuple(vectors_ND.shape)} {vectors_ND.dtype} for a table {tuple(before.vectors_ND.shape)} {before.vectors_ND.dtype}")
-    place_N = torch.searchsorted(before.ids_N, ids_N).clamp_max(max(len(before.ids_N) - 1, 0))
-    if len(before.ids_N):
-        known_N = before.ids_N[place_N] == ids_N
-        # Compared as bytes: -0.0 is not 0.0 here.
-        same_N = known_N & (_bytes(before.vectors_ND[place_N]) == _bytes(vectors_ND)).all(1)
-        ids_N, vectors_ND = ids_N[~same_N], vectors_ND[~same_N]
-    deleted_M = deleted_M[torch.isin(deleted_M, before.ids_N)]
-    after = _replaced(before, ids_N, vectors_ND, deleted_M, "")
-    card = {"number": after.number, "before": before.link, "table": table_digest(after.ids_N, after.vectors_ND)}
-    return TableSnapshot(after.ids_N, after.vectors_ND, after.number, _written(folder, card, ids_N, vectors_ND, deleted_M))
+    def close(self) -> None:
+        """Write what makes the file whole."""
+        self._writer.close()
 
 
-def table_digest(ids_N: Tensor, vectors_ND: Tensor) -> str:
-    """Hex sha256 of a table's ids, types and vectors, in order of ids."""
-    sha = hashlib.sha256(f"{vectors_ND.dtype} {list(vectors_ND.shape)}".encode())
-    sha.update(ids_N.numpy().tobytes())
-    for part in _bytes(vectors_ND).split(1 << 16):
-        sha.update(part.numpy().tobytes())
-    return sha.hexdigest()
+def write_card(folder: Path, before: str, number: int, table: str, deleted: Iterable[str], **more: Any) -> None:
+    """Finish a link in a folder with its ``rows-*.parquet``: it follows ``before`` as number ``number`` from the base, and leads to the table of that digest."""
+    card = {**more, "before": before, "number": number, "table": table, "deleted": sorted(deleted)}
+    (folder / CARD).write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
 
 
-def joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Ids and vectors of several ranks as those of one table."""
-    ids, vectors = zip(*parts, strict=True)
-    return torch.cat(ids), torch.cat(vectors)
+def row_digests(names: Sequence[str], vectors_ND: Tensor) -> Words:
+    """Two words for each row, of its item's name and its vector's bits: [N, 2]."""
+    bits_ND = vectors_ND.detach().float().cpu().contiguous().numpy().view(np.uint32)
+    digests_N2 = np.empty((len(names), 2), dtype=np.uint64)
+    keys_D = hashed(np.arange(1, bits_ND.shape[1] + 1, dtype=np.uint64))
+    for begin in range(0, len(names), _ROWS):
+        some = slice(begin, begin + _ROWS)
+        own = np.fromiter((name_hash(name) for name in names[some]), np.uint64)
+        mixed = hashed((bits_ND[some].astype(np.uint64) << np.uint64(32)) ^ keys_D).sum(1, dtype=np.uint64)
+        digests_N2[some, 0] = hashed(mixed ^ own)
+        digests_N2[some, 1] = hashed(mixed + hashed(own))
+    return digests_N2
 
 
-def _replaced(before: TableSnapshot, ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor, link: str) -> TableSnapshot:
-    stays_N = ~torch.isin(before.ids_N, torch.cat([ids_N, deleted_M]))
-    changed = vectors_ND if len(ids_N) else before.vectors_ND[:0]
-    ids, vectors = _sorted(torch.cat([before.ids_N[stays_N], ids_N]), torch.cat([before.vectors_ND[stays_N], changed]))
-    return TableSnapshot(ids, vectors, before.number + 1, link)
+def total(digests_N2: Words) -> tuple[int, int]:
+    """The sum of rows' digests, which is that of their table."""
+    first, second = digests_N2.sum(0, dtype=np.uint64).tolist()
+    return first, second
 
 
-def _sorted(ids_N: Tensor, vectors_ND: Tensor) -> tuple[Tensor, Tensor]:
-    if ids_N.ndim != 1 or vectors_ND.ndim != 2 or len(ids_N) != len(vectors_ND):
-        raise ValueError(f"ids {tuple(ids_N.shape)} for vectors {tuple(vectors_ND.shape)}: give [N] and [N, D]")
-    ids_N, order_N = ids_N.detach().cpu().long().sort()
-    twice_N = ids_N[1:] == ids_N[:-1]
-    if bool(twice_N.any()):
-        raise ValueError(f"id {int(ids_N[1:][twice_N][0])} comes twice: give each id once")
-    return ids_N.contiguous(), vectors_ND.detach().cpu()[order_N].contiguous()
+def told(sums: tuple[int, int]) -> str:
+    """A table's digest in hex; sums of several ranks' rows are added up before."""
+    return "".join(f"{number % (1 << 64):016x}" for number in sums)
 
 
-def _bytes(vectors_ND: Tensor) -> Tensor:
-    return vectors_ND.contiguous().view(torch.uint8)
-
-
-def _written(folder: Path, card: dict[str, Any], ids_N: Tensor, vectors_ND: Tensor, deleted_M: Tensor) -> str:
-    folder.mkdir(parents=True)
-    save_file({"ids_N": ids_N, "vectors_ND": vectors_ND.clone(), "deleted_M": deleted_M}, str(folder / _ROWS))
-    # Last: without it the folder is no snapshot.
-    (folder / _CARD).write_text(json.dumps({**card, "rows": digest_file(folder / _ROWS)}, sort_keys=True))
-    return _link(folder)
-
-
-def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _card(folder: Path) -> dict[str, Any]:
     try:
-        card = json.loads((folder / _CARD).read_text())
-        if digest_file(folder / _ROWS) == card["rows"]:
-            return card, load_file(str(folder / _ROWS))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise Corrupt(f"{folder} is no table snapshot ({error}): fetch it again, or begin with a new base") from error
-    raise Corrupt(f"{folder / _ROWS} does not have the digest of its {_CARD}: fetch it again, or begin with a new base")
+        card: dict[str, Any] = json.loads((folder / CARD).read_text())
+        if all(name in card for name in ("before", "number", "table", "deleted")):
+            return card
+    except (OSError, ValueError) as error:
+        raise Corrupt(f"{folder} is no table snapshot ({error}): fetch it again, or promote a whole model") from error
+    raise Corrupt(f"{folder / CARD} lacks fields: fetch it again, or promote a whole model")
 
 
-def _link(folder: Path) -> str:
-    return digest_file(folder / _CARD)
+def _rows(folder: Path, size: int) -> tuple[list[str], Tensor]:
+    names: list[str] = []
+    vectors: list[Tensor] = [torch.zeros(0, size)]
+    try:
+        for path in sorted(folder.glob("rows-*.parquet")):
+            table = pq.read_table(path, columns=["item", "vector"]).combine_chunks()
+            names += table["item"].to_pylist()
+            if table.num_rows:
+                flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+                vectors.append(torch.from_numpy(flat.astype(np.float32).reshape(table.num_rows, -1)))
+        return names, torch.cat(vectors)
+    except (pa.ArrowException, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise Corrupt(f"{folder} has rows that cannot be read ({error}): fetch it again, or promote a whole model") from error

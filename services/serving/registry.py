@@ -21,6 +21,7 @@ _PREVIOUS_KEPT = 10
 _CANDIDATES_KEPT = 50
 _DECISIONS_KEPT = 200
 _EXTENSIONS_KEPT = 500
+_FOLLOWED_KEPT = 50
 
 LIVE = "live"  # the name, in a split, of what the registry has live
 
@@ -82,10 +83,18 @@ class Decision(Contract):
     shares: dict[str, float] = Field(default={})
 
 
+class Following(Contract):
+    """The training run whose newest table the retriever has, and the step that it is of."""
+
+    job_id: str
+    step: int
+
+
 class RegistryState(Contract):
     """Everything the registry knows. ``previous`` is oldest first; ``extensions`` maps a catalog to the one that added items to it.
 
-    ``retriever`` is the model of the second source of candidates, beside whatever is live.
+    ``retriever`` is the model of the second source of candidates, beside whatever is live; ``following`` is set while a run that still trains keeps it up to date, and
+    ``followed`` are the runs that did, which do not come back once something else took their place.
     """
 
     version: int = 0
@@ -96,6 +105,8 @@ class RegistryState(Contract):
     extensions: dict[str, str] = Field(default={})
     split: Split = Split()
     retriever: ArtifactRef | None = None
+    following: Following | None = None
+    followed: tuple[str, ...] = ()
 
     def newest(self, catalog: str) -> str:
         """The catalog at the end of a chain of extensions."""
@@ -156,7 +167,20 @@ class RegistryState(Contract):
     def retrieving(self, model: str | None) -> RegistryState:
         """With this retriever as second source, or none."""
         candidates = tuple(c.model_copy(update={"promoted": True}) if c.model == model else c for c in self.candidates)
-        return self if (model, candidates) == (self.retriever, self.candidates) else self._with(retriever=model, candidates=candidates)
+        if (model, candidates, None) == (self.retriever, self.candidates, self.following):
+            return self
+        return self._with(retriever=model, candidates=candidates, following=None)
+
+    def advanced(self, model: str, following: Following, promote: bool) -> RegistryState:
+        """With a training run's newer table, where the run is the one that is followed or, with ``promote``, was not followed yet; else as it is."""
+        if self.following is not None and self.following.job_id == following.job_id:
+            wanted = following.step > self.following.step
+        else:
+            wanted = promote and following.job_id not in self.followed
+        if not wanted:
+            return self
+        followed = tuple(job for job in self.followed if job != following.job_id)
+        return self._with(retriever=model, following=following, followed=(*followed, following.job_id)[-_FOLLOWED_KEPT:])
 
     def extended(self, old: str, new: str, now_ms: int) -> RegistryState:
         """With the items that ``new`` adds to ``old``, wherever a catalog of that line is in use."""
@@ -275,6 +299,10 @@ class Registry:
     def retrieve(self, model: str | None) -> RegistryState:
         """Make a retriever the second source. Load it first: the registry does not."""
         return self.change(lambda state: state.retrieving(model))
+
+    def advance(self, model: str, following: Following, promote: bool) -> RegistryState:
+        """Take a training run's newer table, in whatever order and however often its messages come."""
+        return self.change(lambda state: state.advanced(model, following, promote))
 
     def extend(self, old: str, new: str) -> RegistryState:
         """Let ``new`` take the place of ``old``, to which it added items."""

@@ -23,8 +23,9 @@ from semantide.services.serving.profile import Reading, profile_of, reading_of
 from semantide.services.serving.registry import Registry
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt, PermanentError
-from semantide.shared.models.retriever import ItemVectors, Retriever
+from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.retriever_search import ExactSearch
+from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
 Source = Literal["auto", "generator", "retriever", "both"]
@@ -71,25 +72,36 @@ class LoadedRetriever:
 
     ref: str
     search: ExactSearch
-    item_ids: tuple[str, ...]
-    row_of: Mapping[str, int]
+    table: TableSnapshot
     reading: Reading
 
+    @property
+    def item_ids(self) -> tuple[str, ...]:
+        """The items that it can rank."""
+        return self.table.item_ids
+
+    @property
+    def row_of(self) -> Mapping[str, int]:
+        """Row of each of them."""
+        return self.table.row_of
+
     @classmethod
-    def load(cls, store: ArtifactStore, ref: str) -> LoadedRetriever:
-        """Read and verify a stored retriever, and let it answer once.
+    def load(cls, store: ArtifactStore, ref: str, known: LoadedRetriever | None = None) -> LoadedRetriever:
+        """Read and verify a stored retriever, and let it answer once; of one that follows ``known`` only what has changed is read.
 
         Raises: NotFound, Corrupt, Conflict.
         """
         folder = store.get(ref)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model, table = Retriever.from_pretrained(folder).to(device).requires_grad_(False), ItemVectors.load(folder)
+        model = Retriever.from_pretrained(folder).to(device).requires_grad_(False)
+        table = TableSnapshot.load(store.get, ref, None if known is None else known.table)
         card = _card(folder)
         vectors = table.vectors_ND.to(device)
         search = ExactSearch(model, lambda: vectors, int(card.get("max_items") or model.config.max_items))
         if not bool(torch.isfinite(search.scores([np.zeros(0, dtype=np.int64)])).all()):
             raise Corrupt(f"{ref}: the retriever's scores are not numbers: train it again with a smaller learning_rate")
-        return cls(ref, search, table.item_ids, {item: row for row, item in enumerate(table.item_ids)}, reading_of(card))
+        assert len(table.row_of) == len(table.item_ids)  # made here and not while the first request waits
+        return cls(ref, search, table, reading_of(card))
 
     @torch.inference_mode()
     def answer(self, asking: Asking, actions: Mapping[str, float], unavailable: Unavailable) -> Retrieved:
@@ -189,7 +201,7 @@ class RetrieverWatch:
             elif wanted != held:
                 try:
                     prepared = self._prepared
-                    self._current = prepared if prepared is not None and prepared.ref == wanted else LoadedRetriever.load(self._store, wanted)
+                    self._current = prepared if prepared is not None and prepared.ref == wanted else LoadedRetriever.load(self._store, wanted, self._current)
                     self.error = None
                 except Exception as error:
                     if not isinstance(error, PermanentError):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from semantide.services.serving.bundle import read_header
-from semantide.services.serving.registry import Candidate, Registry
+from semantide.services.serving.registry import Candidate, Following, Registry
 from semantide.services.serving.retrieval import LoadedRetriever
 from semantide.services.serving.service import load_and_warm
 from semantide.shared.catalog import Catalog, Lineages
-from semantide.shared.contracts import CatalogReady, ModelTrained
+from semantide.shared.contracts import CatalogReady, ModelTrained, TablePublished
 from semantide.shared.errors import Conflict, NotFound
 from semantide.shared.queues import handler
 from semantide.shared.room import Room
@@ -53,6 +53,17 @@ def keep_candidate(message: ModelTrained, room: Room) -> None:
         load_and_warm(room.store, pair)
         registry.promote(pair, reason=f"asked for by job {message.job_id}")
         logger("serving").info("model promoted", model=pair.model, catalog=pair.catalog, job=message.job_id)
+
+
+@handler(TablePublished)
+def follow_table(message: TablePublished, room: Room) -> None:
+    """Let serving follow the table of a run that still trains, when its job asked for that."""
+    if message.promote and message.model.startswith("models/"):
+        LoadedRetriever.load(room.store, message.model)
+    before = Registry(room.broker).read()
+    after = Registry(room.broker).advance(message.model, Following(job_id=message.job_id, step=message.step), message.promote)
+    if after.retriever != before.retriever:
+        logger("serving").info("retriever follows its training", model=message.model, job=message.job_id, step=message.step)
 
 
 @handler(CatalogReady)

@@ -91,7 +91,7 @@ class Ferry:
 
 def _rows(flight: Flight, name: str, vectors_UD: Tensor, device: torch.device) -> TableRows:
     route = flight.routes[name]
-    return TableRows(route.ids_U.to(device), vectors_UD, route.inverse_T.to(device))
+    return TableRows(route.ids_U.to(device), vectors_UD, route.inverse_T.to(device), flight.ids[name].to(device))
 
 
 def _sent(vectors_UD: Tensor, device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,9 +180,9 @@ class ExactReplicas:
         self.table.update(self.table.route(rows_S[mine_S].to(device)), sums_KD, rate)
         self._changed_N[rows_S] = True
 
-    def gather(self) -> Tensor:
-        """The vectors of this group's copy, which ``settle`` makes whole."""
-        return self.table.weight_ND
+    def read(self, ids_T: Tensor) -> Tensor:
+        """The vectors [T, D] of some rows of this group's copy, which ``settle`` makes whole."""
+        return self.table.read(ids_T)
 
     def state(self) -> dict[str, Tensor]:
         """This group's copy; all groups' are alike after ``settle``, which a checkpoint needs first."""
@@ -236,9 +237,9 @@ class PeriodicReplicas:
         if self._updates % self._every == 0:
             self.settle()
 
-    def gather(self) -> Tensor:
-        """The vectors of this group's copy, which ``settle`` makes whole."""
-        return self.table.weight_ND
+    def read(self, ids_T: Tensor) -> Tensor:
+        """The vectors [T, D] of some rows of this group's copy, which ``settle`` makes whole."""
+        return self.table.read(ids_T)
 
     def state(self) -> dict[str, Tensor]:
         """This group's copy; all groups' are alike after ``settle``, which a checkpoint needs first."""
@@ -291,15 +292,18 @@ class PeriodicReplicas:
         return distance, length
 
 
-def hierarchical_table(num_rows: int, world: World, group_size: int, share: Callable[[int, slice], LocalTable], *, every: int = 0) -> ShardedTable:
+def hierarchical_table(
+    num_rows: int, world: World, group_size: int, share: Callable[[int, slice], LocalTable], *, every: int = 0, places_N: Tensor | None = None
+) -> ShardedTable:
     """A table over all ranks, in groups of ``group_size``: exact copies, or with ``every`` copies that meet every so many updates.
 
-    ``share`` makes the table of some rows: how many, and which of all they are. It must give equal rows on every rank. ``world``'s ranks all call this.
+    ``share`` makes the table of some rows: how many, and which of all they are. It must give equal rows on every rank. ``places_N`` is the row of each id, where
+    ids are not rows. ``world``'s ranks all call this.
 
     Raises: ValueError when groups of that size do not fill the world.
     """
     cut = world.grid(group_size)
-    own = share(rows_of_share(num_rows, cut.shards), slice(cut.shards.rank, None, cut.shards.size))
-    if cut.replicas.size == 1:
-        return ShardedTable(own, num_rows, cut.shards)
-    return ShardedTable(PeriodicReplicas(own, cut.replicas, every) if every else ExactReplicas(own, cut.replicas), num_rows, cut.shards)
+    own: Any = share(rows_of_share(num_rows, cut.shards), slice(cut.shards.rank, None, cut.shards.size))
+    if cut.replicas.size > 1:
+        own = PeriodicReplicas(own, cut.replicas, every) if every else ExactReplicas(own, cut.replicas)
+    return ShardedTable(own, num_rows, cut.shards, places_N)

@@ -7,28 +7,26 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
 from semantide.services.training.heartbeat import Heartbeat, Watch
-from semantide.services.training.hierarchical_sparse import hierarchical_table
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
+from semantide.services.training.item_tables import ItemTables
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
-from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
-from semantide.services.training.sharded_table import ShardedTable
+from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.allocator import keep_freed_memory
@@ -39,17 +37,18 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.quantised import Weights, shorten
-from semantide.shared.models.retriever import ItemVectors, Retriever
+from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
+from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
+_CASES = 1024  # users whose lists a validation makes at a time
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
@@ -106,23 +105,33 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
     watch = Watch(job.workdir / "beats", job.settings.training_timeout_seconds, time.time)
     launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
     outcome = rank_outcome(job.workdir)
-    for folder in ("checkpoints", "model", "ranks", "beats"):
+    for folder in ("checkpoints", "model", "base", "link", "ranks", "beats"):
         job.discard(job.workdir / folder)
     return outcome
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What a recipe is made of; ``tables`` only for a retriever."""
+
+    model: Any
+    objective: Any
+    ranker: Ranker
+    tables: ItemTables | None = None
 
 
 def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
-    gathered: dict[str, Tensor] = {}
-    model, objective, ranker = _assemble(config, dataset, catalog, job, world, gathered)
-    valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
     def check() -> None:
         if heartbeat is not None:
             heartbeat.beat()
         job.check_cancelled()
+
+    built = _assemble(config, dataset, catalog, job, world, check)
+    valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
 
     def tick(done: int, total: int) -> None:
         check()
@@ -130,22 +139,46 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
             job.progress(done, total, "users", "validating")
 
     def validate() -> dict[str, float]:
-        gathered.update({name: table.gather() for name, table in objective.tables.items()})
         # Every rank ranks for its share of the users.
         mine = valid[world.rank :: world.size]
-        figures = evaluate(ranker, mine, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, tick=tick)
+        figures = evaluate(built.ranker, mine, ks=(10,), num_items=len(dataset.item_ids), exclude_seen=False, cases_per_batch=_CASES, tick=tick)
+        if world.size > 1 and built.tables is not None:
+            # The others read rows of this rank for as long as they have users.
+            for _ in range(-(-len(valid[:: world.size]) // _CASES) - -(-len(mine) // _CASES)):
+                built.ranker.rank([], 10, False)
         names = ("ndcg@10", "hr@10")
         if world.size == 1:
             return {name: figures[name] for name in names}
         sums = world.all_reduce_sum(torch.tensor([len(mine), *(len(mine) * figures.get(name, 0.0) for name in names)], dtype=torch.float64))
         return {name: float(total / sums[0]) for name, total in zip(names, sums[1:], strict=True)}
 
+    def store(name: str, metrics: dict[str, Any], curves: dict[str, Any]) -> str:
+        """The model as it is, with all that serving needs: its reference, on the leading rank. All ranks call this."""
+        folder = job.workdir / name
+        if world.leads:
+            shutil.rmtree(folder, ignore_errors=True)
+        if built.tables is not None:
+            write_retriever(folder if world.leads else None, built.objective, built.tables, config, dataset.item_ids)
+        elif world.leads:
+            built.model.save_pretrained(folder)
+        if not world.leads:
+            return ""
+        (folder / "semantide.json").write_text(json.dumps(_model_card(job, config, dataset, catalog, metrics), indent=1, sort_keys=True) + "\n")
+        if config.model_type == "sasrec":
+            (folder / "items.json").write_text(json.dumps(list(dataset.item_ids)))
+        (folder / "training.json").write_text(json.dumps(curves))
+        return job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
+
     listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: _memory_bytes(world.device))
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
+    publication = None
+    if config.publish_every:
+        card = _model_card(job, config, dataset, catalog, {})
+        publication = publication_of(job, config, dataset.item_ids, built.objective, world, card, promote, lambda step: store("base", {"steps": step}, {}))
     trainer = Trainer(
         config,
-        objective,
+        built.objective,
         Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size)),
         validate if valid else None,
         listener,
@@ -153,23 +186,30 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
         seed=job.spec.seed,
         identity=json.dumps(job.spec.inputs, sort_keys=True),
         world=world,
-        meter=StepMeter(work_of(model, config, len(dataset.item_ids)), measured_peak(world.device, _dtype(config, world.device), time.perf_counter)),
+        meter=StepMeter(work_of(built.model, config, len(dataset.item_ids)), measured_peak(world.device, _dtype(config, world.device), time.perf_counter)),
+        publication=publication,
     )
     # Without epochs, a checkpoint that is trained already is measured and stored as it is.
     state = trainer.run() if config.epochs else RunState(validations=[{"epoch": 0, **validate()}] if valid else [], best_epoch=0)
     if heartbeat is not None:
         heartbeat.close()
-    gathered.update({name: table.gather() for name, table in objective.tables.items()})
     best = next((figures for figures in state.validations if figures["epoch"] == state.best_epoch), {})
+    metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
+    if built.tables is not None:
+        metrics["table"] = built.tables.figures
+    ref = store("model", metrics, {"losses": state.losses, "validations": state.validations})
     if not world.leads:
         return JobOutcome()
-    metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
-    folder = job.workdir / "model"
-    shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(model, Retriever):
-        model.save_pretrained(folder, gathered[ITEMS], dataset.item_ids)
-    else:
-        model.save_pretrained(folder)
+    if config.model_type == "retriever":
+        job.send(ModelTrained(job_id=job.id, model=ref, promote=promote))
+    if catalog is not None:
+        job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
+    for name in ("checkpoints", "model", "base", "link"):
+        job.discard(job.workdir / name)
+    return JobOutcome({"model": ref}, metrics)
+
+
+def _model_card(job: JobContext, config: TrainConfig, dataset: Dataset, catalog: Catalog | None, metrics: dict[str, Any]) -> dict[str, Any]:
     card: dict[str, Any] = {
         "model_type": config.model_type,
         "recipe": config.recipe,
@@ -183,18 +223,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     }
     if catalog is not None:
         card |= {"tokenizer_digest": catalog.tokenizer_digest, "level_sizes": list(catalog.level_sizes), "item_id_levels": len(catalog.level_sizes)}
-    elif config.model_type == "sasrec":
-        (folder / "items.json").write_text(json.dumps(list(dataset.item_ids)))
-    (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
-    (folder / "training.json").write_text(json.dumps({"losses": state.losses, "validations": state.validations}))
-    ref = job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
-    if config.model_type == "retriever":
-        job.send(ModelTrained(job_id=job.id, model=ref, promote=promote))
-    if catalog is not None:
-        job.send(ModelTrained(job_id=job.id, model=ref, catalog=job.spec.inputs["catalog"], promote=promote))
-    job.discard(job.workdir / "checkpoints")
-    job.discard(folder)
-    return JobOutcome({"model": ref}, metrics)
+    return card
 
 
 def evaluate_models(job: JobContext) -> JobOutcome:
@@ -253,11 +282,10 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
         return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(_device()), rows, card["max_items"])
     if card["model_type"] == "retriever":
-        known = ItemVectors.load(folder)
-        row_of = {item: row for row, item in enumerate(known.item_ids)}
-        rows = rows_of(dataset.item_ids, row_of, f"the retriever {ref[:24]}...", "train it on this data set")
+        known = TableSnapshot.load(job.store.get, ref)
+        rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set")
         retriever = Retriever.from_pretrained(folder).to(_device())
-        return "retriever", RetrieverRanker(retriever, lambda: known.vectors_ND, rows, card["max_items"])
+        return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"])
     catalog_ref = job.spec.inputs.get("catalog") or card["catalog"]
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
@@ -266,21 +294,18 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(
-    config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, gathered: dict[str, Tensor]
-) -> tuple[Any, Any, Ranker]:
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, beat: Callable[[], None]) -> _Built:
     device = world.device
     if config.model_type == "retriever":
-        shape = replace(config.retriever, max_items=config.max_items)
-        retriever = Retriever(shape).to(device)
-        table = _item_table(len(dataset.item_ids), shape.hidden_size, shape.initializer_range, config, world)
-        counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
-        ranker = RetrieverRanker(retriever, lambda: gathered[ITEMS], np.arange(len(dataset.item_ids)), config.max_items)
-        return retriever, NextItemSampled(retriever, table, counts, config, _negatives(config, dataset, counts.numpy(), job, world.leads)), ranker
+        before = _checkpoint_folder(job, config.checkpoint) if config.checkpoint else None
+        retriever, objective, exact, tables = assemble(
+            config, dataset, world, job.spec.seed, lambda counts_N: _negatives(config, dataset, counts_N, job, world.leads), before=before, beat=beat
+        )
+        return _Built(retriever, objective, exact, tables)
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
-        return sasrec, NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items)
+        return _Built(sasrec, NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {job.spec.inputs['catalog'][:26]}...", _TOKENIZE_AGAIN)
     if config.recipe == "pretrained" and not config.checkpoint:
         raise ValueError("recipe pretrained goes on from a checkpoint: name its folder with config checkpoint (`--set checkpoint=FOLDER`)")
@@ -296,27 +321,8 @@ def _assemble(
         begin_at_codebooks(generator, read_codebooks(job.store.get(job.spec.inputs["catalog"])), config.codebook_share, job.spec.seed)
     generator = generator.to(device)
     tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
-    return (
-        generator,
-        NextToken(generator, tokens, config),
-        GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width),
-    )
-
-
-def _item_table(num_items: int, size: int, std: float, config: TrainConfig, world: World) -> LocalTable | ShardedTable:
-    """Vectors of items: here, or dealt out to ranks; the first ones are the same in both cases."""
-
-    def make(count: int) -> LocalTable:
-        return LocalTable(count, size, optimiser=config.table_optimiser, std=std, beta2=config.beta2)
-
-    def share(count: int, rows: slice) -> LocalTable:
-        whole, part = make(num_items), make(count)
-        part.weight_ND.copy_(whole.weight_ND[rows])
-        return part
-
-    if world.size == 1:
-        return make(num_items)
-    return hierarchical_table(num_items, world, config.table_group or world.size, share, every=config.table_meet_every)
+    ranker = GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width)
+    return _Built(generator, NextToken(generator, tokens, config), ranker)
 
 
 def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:

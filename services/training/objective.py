@@ -44,18 +44,15 @@ class LossSum:
 
 @dataclass(frozen=True)
 class TableRows:
-    """What a table answered to ``Objective.draw``: each id once, its vector, and where each asked id is among them.
+    """What a table answered to ``Objective.draw``: each row once, its vector, where each asked id's row is among them, and the asked ids.
 
-    Shapes: ``ids_U``, ``vectors_UD`` (a leaf that gathers the gradient), ``inverse_R`` in the order of the drawn ids.
+    Shapes: ``ids_U``, ``vectors_UD`` (a leaf that gathers the gradient), ``inverse_R`` and ``asked_R`` in the order of the drawn ids.
     """
 
     ids_U: Tensor
     vectors_UD: Tensor
     inverse_R: Tensor
-
-    def to(self, device: torch.device | str) -> TableRows:
-        """The same on another device."""
-        return TableRows(self.ids_U.to(device), self.vectors_UD.to(device), self.inverse_R.to(device))
+    asked_R: Tensor
 
 
 class Objective(Protocol):

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semantide.services.training.change_log import ChangeLog
 from semantide.services.training.fence import Fence, Staleness, Stopped
 from semantide.services.training.flight import Ferry, Flight
 from semantide.services.training.load_balancing import Share
@@ -57,8 +58,10 @@ class Pipeline:
         num_ranks: int = 1,
         clock: Callable[[], float] = lambda: 0.0,
         occupancy: Occupancy | None = None,
+        logs: Mapping[str, ChangeLog] | None = None,
     ) -> None:
-        """``share`` gives the batch of a step; ``start`` and ``end`` are the epoch's steps; ``kept`` is what ``on_the_way`` gave at ``first``.
+        """``share`` gives the batch of a step; ``start`` and ``end`` are the epoch's steps; ``kept`` is what ``on_the_way`` gave at ``first``; ``logs`` hear which rows
+        of the tables change.
 
         With more than one of ``num_ranks`` the stages talk to those of the other ranks, and none of them ends in the middle of a talk.
         """
@@ -73,7 +76,7 @@ class Pipeline:
         self._flights: dict[int, Flight] = {}
         self._loaded, self._prepared, self._taken, self._returned = first, first, first, first
         self._moved = Condition()
-        self._num_ranks = num_ranks
+        self._num_ranks, self._logs = num_ranks, logs or {}
         self._error: BaseException | None = None
         before: list[tuple[str, Callable[[Flight], None]]] = [("route", self._route), ("fetch", self._fetch)] if self._tables else []
         self._before = [*before, ("copy", self._ferry.bring)]
@@ -221,6 +224,8 @@ class Pipeline:
         began = self._clock()
         for name, table in self._tables.items():
             table.update(flight.routes[name], flight.gradients[name], flight.rate)
+            if name in self._logs:
+                self._logs[name].touch(_touched(flight.routes[name]))
         self._flights.pop(flight.step)
         self._worked(flight, "update", began)
         self._fence.updated(flight.step)

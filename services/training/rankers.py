@@ -22,12 +22,14 @@ from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.prompt_cache import history_window
 from semantide.shared.models.retriever import Retriever
-from semantide.shared.models.retriever_search import ExactSearch
+from semantide.shared.models.retriever_search import Read, states
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.trie import Trie
 
 IntArray = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.integer]
+
+_HISTORIES, _ITEMS = 64, 1 << 14  # at a time: histories that the retriever reads, items whose scores are in memory
 
 
 class Ranker(Protocol):
@@ -78,20 +80,54 @@ class SASRecRanker:
 
 
 class RetrieverRanker:
-    """Exact scores of every item from its vector.
+    """Exact scores of every item from its vector, some items at a time: the table is never in one place, and neither are all scores.
 
-    ``vectors_of`` gives those of the model's items [V, D]; ``model_rows`` [N] the model's row of each item of the data set.
+    ``read`` gives vectors of some of the model's items; ``model_rows`` [N] is the model's row of each item of the data set. Where reading is a talk with other ranks,
+    these rank at the same time, as often (``rank`` of no histories included), and ``agree`` gives all of them the largest of their numbers.
     """
 
-    def __init__(self, model: Retriever, vectors_of: Callable[[], Tensor], model_rows: IntArray, max_items: int) -> None:
-        self._search = ExactSearch(model, vectors_of, min(max_items, model.config.max_items))
-        self._rows, self._rows_N = model_rows, torch.from_numpy(model_rows).to(model.begin.device)
+    def __init__(
+        self,
+        model: Retriever,
+        read: Read,
+        model_rows: IntArray,
+        max_items: int,
+        *,
+        agree: Callable[[int], int] = lambda number: number,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self._read, self._max_items = model, read, min(max_items, model.config.max_items)
+        self._rows, self._agree, self._beat = model_rows, agree, beat
 
     @torch.inference_mode()
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
-        scores_RV = self._search.scores([self._rows[history] for history in histories], times)
-        return _best(scores_RV[:, self._rows_N], histories, n, exclude_seen)
+        model, num_items = self._model, len(self._rows)
+        states_RD = self._states(histories, times)
+        best = torch.full((len(histories), 0), -torch.inf, device=states_RD.device), torch.zeros(len(histories), 0, dtype=torch.int64, device=states_RD.device)
+        for begin in range(0, num_items, _ITEMS):
+            self._beat()
+            items = torch.from_numpy(self._rows[begin : begin + _ITEMS])
+            scores_RV = (states_RD @ model.scored(self._read(items).to(states_RD.device)).T).float() / model.temperature
+            if exclude_seen:
+                for request, history in enumerate(histories):
+                    seen = np.asarray(history, dtype=np.int64) - begin
+                    scores_RV[request, torch.from_numpy(seen[(seen >= 0) & (seen < len(items))])] = -torch.inf
+            top = scores_RV.topk(min(n, len(items)), dim=1)
+            scores = torch.cat([best[0], top.values], 1)
+            merged = scores.topk(min(n, scores.shape[1]), dim=1)
+            best = merged.values, torch.cat([best[1], top.indices + begin], 1).gather(1, merged.indices)
+        lists = np.full((len(histories), n), -1, dtype=np.int64)
+        lists[:, : best[1].shape[1]] = best[1].masked_fill(best[0] == -torch.inf, -1).cpu().numpy()
+        return lists
+
+    def _states(self, histories: Sequence[Rows], times: Sequence[Rows | None]) -> Tensor:
+        parts = []
+        for part in range(self._agree(-(-len(histories) // _HISTORIES))):
+            some = slice(part * _HISTORIES, (part + 1) * _HISTORIES)
+            parts.append(states(self._model, [self._rows[history] for history in histories[some]], times[some], self._read, self._max_items))
+            self._beat()
+        return torch.cat(parts) if parts else torch.zeros(0, self._model.config.hidden_size, device=self._model.begin.device)
 
 
 def _best(scores_RN: Tensor, histories: Sequence[Rows], n: int, exclude_seen: bool) -> IntArray:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from semantide.shared.models.generator import GeneratorConfig
+from semantide.shared.models.item_rows import TableGrowth
 from semantide.shared.models.item_table import TableOptimiser
 from semantide.shared.models.retriever import RetrieverConfig
 from semantide.shared.models.sasrec import SASRecConfig
@@ -56,8 +57,8 @@ class TrainConfig:
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
 
     checkpoint: str = ""
-    """Generator: what training goes on from, a folder with a Qwen2.5 or Qwen3 checkpoint below the import roots, or a stored model (models/...). Its shape
-    counts in place of ``generator``'s. Empty: layers begin at random."""
+    """What training goes on from. Generator: a folder with a Qwen2.5 or Qwen3 checkpoint below the import roots, or a stored model (models/...); its shape counts in
+    place of ``generator``'s. Retriever: a stored one of the same shape; items that it knows begin at their vectors. Empty: layers begin at random."""
     keep_text: bool = False
     """Whether a checkpoint's own tokens stay in the vocabulary before the codes. They cost memory and are never asked for."""
     max_items: int = 50
@@ -103,6 +104,12 @@ class TrainConfig:
     """Several processes: ranks that share one copy of the tables, best those of one machine; the copies of several groups act as one table. 0: all ranks."""
     table_meet_every: int = 0
     """Several groups: steps after which their copies become their mean, each group changing its own in between. 0: they are one table at every step."""
+    growth: TableGrowth = field(default_factory=TableGrowth)
+    """Retriever: how many rows the item table has, and which of them an item gets that was not seen before."""
+    features: tuple[str, ...] = ()
+    """Retriever: what items have in common and learn together: ``categories``, ``attributes.NAME``. An item's vector is its row's plus the mean of theirs."""
+    publish_every: int = 0
+    """Retriever: steps from one publication of the table to the next, the first after ``warmup_steps``; with ``promote`` serving answers with it while training goes on. 0: none."""
     muon_rate: float = 0.0
     """Learning rate of Muon, which then trains the layers' matrices in the place of AdamW. 0: AdamW trains everything."""
     weight_decay: float = 0.05
@@ -113,7 +120,7 @@ class TrainConfig:
     final_rate_share: float = 0.02
     """The cosine ends at this share of the learning rate."""
     ema: float = 0.0
-    """Decay of the running average of weights that is validated and kept. 0: the weights themselves."""
+    """Decay of the running average of weights that is validated and kept. 0: the weights themselves. Not for the retriever, whose tables have none."""
 
     batches_in_flight: int = 6
     """How many batches are on their way through the stages of a step at once. 1: every stage waits for the one before."""
@@ -139,14 +146,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("max_items", 1, 100_000), ("skip_rate", 0, 0.95), ("items_per_batch", 1, 1 << 40), ("attention_cost", 0, 1e6), ("label_smoothing", 0, 0.99), ("num_negatives", 0, 1 << 24),
-            ("negative_power", 0, 2), ("learning_rate", 0, 10), ("table_rate", 0, 10), ("table_group", 0, 1 << 20), ("table_meet_every", 0, 1 << 30), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
+            ("negative_power", 0, 2), ("learning_rate", 0, 10), ("table_rate", 0, 10), ("table_group", 0, 1 << 20), ("table_meet_every", 0, 1 << 30), ("publish_every", 0, 1 << 30), ("muon_rate", 0, 10), ("codebook_share", 0, 1), ("repeat_weight", 0, 1000), ("embedding_rate_scale", 0, 1000), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
             ("batches_in_flight", 1, 64), ("staleness", 0, 2), ("sync_steps", 0, 1 << 30),
             ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("ema", 0, 0.999999), ("epochs", 0, 100_000), ("evaluate_every", 1, 100_000),
             ("patience", 1, 100_000), ("valid_users", 0, 1 << 30), ("valid_beam_width", 1, 10_000), ("log_every", 1, 1 << 30),
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number from {low} to {high}")
-        if not self.epochs and not self.checkpoint:
+        if self.ema and self.model_type == "retriever":
+            raise ValueError(f"ema is {self.ema}: item tables have no running average, and one of the dense weights alone would not go with them; set ema to 0")
+        if self.model_type != "retriever" and (self.features or self.publish_every or self.growth != TableGrowth()):
+            raise ValueError(
+                f"features, growth and publish_every are of a retriever's tables, and recipe {self.recipe} trains a {self.model_type}: leave them out"
+            )
+        if not self.epochs and (not self.checkpoint or self.model_type == "retriever"):
             raise ValueError("epochs is 0: only a checkpoint can be stored as it is; name one with checkpoint, or give at least 1")
         for name, choices in (
             ("model_type", ("generator", "sasrec", "retriever")),
@@ -318,6 +331,10 @@ def overridden(config: C, changes: Mapping[str, Any], path: str) -> C:
             if not isinstance(value, Mapping):
                 raise ValueError(f"config {where} is {value!r}: give an object of its fields")
             values[name] = overridden(default, value, f"{where}.")
+        elif name == "features":
+            if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) and x for x in value) or len(set(value)) != len(value):
+                raise ValueError(f'config {where} is {value!r}: give a list of names, each once, such as ["categories"]')
+            values[name] = tuple(value)
         elif isinstance(default, tuple):
             if not isinstance(value, (list, tuple)) or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
                 raise ValueError(f"config {where} is {value!r}: give a list of numbers")

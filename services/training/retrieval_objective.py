@@ -9,37 +9,78 @@ Source: TurboGR (arXiv 2605.13433), negative sampling; Bengio and Senecal, Adapt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semantide.kernels.jagged_embedding import unique_ids
 from semantide.kernels.sampled_softmax import known_keys, sampled_softmax
 from semantide.services.training.batches import HistoryBatch
 from semantide.services.training.negatives import BatchNegatives
 from semantide.services.training.objective import LossSum, TableRows, shifted
 from semantide.services.training.recipes import TrainConfig
+from semantide.shared.models.item_features import ItemFeatures, pooled
 from semantide.shared.models.retriever import Retriever
 
-ITEMS = "items"  # the table's name
+ITEMS, FEATURES = "items", "features"  # names of tables
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """What items have in common, and the table of its vectors: all features in one, so that a step asks for all of them at once."""
+
+    features: ItemFeatures
+    table: Any
 
 
 class NextItemSampled:
-    """Sampled softmax over item vectors of a table; ``negatives`` draws what its targets are compared with."""
+    """Sampled softmax over item vectors of a table; ``negatives`` draws what its targets are compared with.
 
-    def __init__(self, model: Retriever, table: Any, counts_N: Tensor, config: TrainConfig, negatives: BatchNegatives | None = None) -> None:
+    With ``featured`` an item's vector is that of its row plus the mean of those of its features, wherever it stands: in histories, as target, as negative.
+    """
+
+    def __init__(
+        self,
+        model: Retriever,
+        table: Any,
+        counts_N: Tensor,
+        config: TrainConfig,
+        negatives: BatchNegatives | None = None,
+        featured: FeatureTable | None = None,
+    ) -> None:
         self.model, self.tokens_per_item = model, 1
-        self.tables: Mapping[str, Any] = {ITEMS: table}
+        self.tables: Mapping[str, Any] = {ITEMS: table} if featured is None else {ITEMS: table, FEATURES: featured.table}
+        self._features = None if featured is None else featured.features
         self._num_items, self._config = len(counts_N), config
         self._negatives = negatives or BatchNegatives.of(config, counts_N.numpy())
         hard = config.negatives
         self._all = config.num_negatives >= self._num_items or not (config.num_negatives or hard.in_batch or hard.prefix or hard.beams)
 
     def draw(self, batch: HistoryBatch, generator: torch.Generator) -> Mapping[str, Tensor]:
-        """The items of the batch, then the negatives: [T + T * R + S]."""
+        """The items of the batch, then the negatives: [T + T * R + S]; and the features of each of those items once."""
         items_T = batch.items.values.cpu()
-        return {ITEMS: torch.cat([items_T, torch.arange(self._num_items) if self._all else self._negatives.draw(batch, generator)])}
+        items_R = torch.cat([items_T, torch.arange(self._num_items) if self._all else self._negatives.draw(batch, generator)])
+        if self._features is None:
+            return {ITEMS: items_R}
+        return {ITEMS: items_R, FEATURES: self._features.asked(unique_ids(items_R, self._num_items).ids_U)}
+
+    def read(self, items_T: Tensor) -> Tensor:
+        """The vectors [T, D] of items as they are: between two steps with settled tables, on all ranks, which may ask for different ones."""
+        vectors_TD: Tensor = self.tables[ITEMS].read(items_T)
+        if self._features is None:
+            return vectors_TD
+        shared_FD, lengths_T = self.tables[FEATURES].read(self._features.asked(items_T)), self._features.lengths(items_T)
+        return vectors_TD + pooled(shared_FD, torch.arange(len(shared_FD), device=shared_FD.device), lengths_T.to(shared_FD.device))
+
+    def touched(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Items whose vector changes with these rows of the tables: bool [N]."""
+        places_N, rows_K = self.tables[ITEMS].places_N, rows[ITEMS].cpu()
+        changed = torch.zeros(self._num_items if places_N is None else int(places_N.max()) + 1, dtype=torch.bool).index_fill_(0, rows_K, True)
+        items_N = changed if places_N is None else changed[places_N]
+        return items_N if self._features is None else items_N | self._features.of_rows(rows[FEATURES])
 
     def counts(self, batch: HistoryBatch) -> Tensor:
         """Every item."""
@@ -49,9 +90,10 @@ class NextItemSampled:
         """One part: the next item."""
         items, config, found = batch.items, self._config, rows[ITEMS]
         num_targets = len(items.values)
-        targets_T, others = found.inverse_R[:num_targets], found.inverse_R[num_targets:]
-        hidden_TD = self.hidden(batch, found.vectors_UD, targets_T)
-        scored_UD = self.model.scored(found.vectors_UD)
+        vectors_UD, inverse_R = self._composed(rows)
+        targets_T, others = inverse_R[:num_targets], inverse_R[num_targets:]
+        hidden_TD = self.hidden(batch, vectors_UD, targets_T)
+        scored_UD = self.model.scored(vectors_UD)
         if self._all:
             logits_TN = (hidden_TD @ scored_UD[others].T).float() / self.model.temperature
             total = F.cross_entropy(logits_TN, items.values, label_smoothing=config.label_smoothing, reduction="sum")
@@ -67,10 +109,22 @@ class NextItemSampled:
                 temperature=self.model.temperature,
                 sequences_T=sequences_T,
                 known_K=known_K,
-                **self._negatives.arguments(items.values, found.ids_U[others], others),
+                **self._negatives.arguments(items.values, found.asked_R[num_targets:], others),
             )
             total = losses_T.sum()
         return LossSum(total.unsqueeze(0), self.counts(batch), torch.ones(1, device=total.device))
+
+    def _composed(self, rows: Mapping[str, TableRows]) -> tuple[Tensor, Tensor]:
+        """Vectors of what was asked for, each once, and where each asked item is among them: [U, D], [R]."""
+        found = rows[ITEMS]
+        if self._features is None:
+            return found.vectors_UD, found.inverse_R
+        more = rows[FEATURES]
+        items_U, inverse_R = unique_ids(found.asked_R, self._num_items)
+        # Items may share a row; each has a vector of its own here, as their features may differ.
+        rows_U = torch.empty_like(items_U).scatter_(0, inverse_R, found.inverse_R)
+        shared_UD = pooled(more.vectors_UD, more.inverse_R, self._features.lengths(items_U.cpu()).to(items_U.device))
+        return F.embedding(rows_U, found.vectors_UD) + shared_UD, inverse_R
 
     def hidden(self, batch: HistoryBatch, vectors_UD: Tensor, inverse_T: Tensor) -> Tensor:
         """States from which each item of the batch is predicted: those of the place before it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from semantide.kernels.jagged_embedding import segment_order, segment_sum, unique_ids
 from semantide.services.training.world import Traffic, World
-from semantide.shared.models.item_table import LocalTable
+from semantide.shared.models.item_table import LocalTable, placed
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,13 @@ class ShardedRoute:
 
 
 class ShardedTable:
-    """A table of ``num_rows`` rows dealt out to the ranks of ``shards``; ``share`` is the table of this rank's rows."""
+    """A table of ``num_rows`` rows dealt out to the ranks of ``shards``; ``share`` is the table of this rank's rows.
 
-    def __init__(self, share: Any, num_rows: int, shards: World) -> None:
-        self.share, self.num_rows, self.shards = share, num_rows, shards
+    ``places_N``: the row of each id, where ids are not rows.
+    """
+
+    def __init__(self, share: Any, num_rows: int, shards: World, places_N: Tensor | None = None) -> None:
+        self.share, self.num_rows, self.shards, self.places_N = share, num_rows, shards, places_N
         self._ids, self._vectors, self._gradients = shards.channel(), shards.channel(), shards.channel()
 
     def route(self, ids_T: Tensor) -> ShardedRoute:
@@ -50,13 +53,17 @@ class ShardedTable:
 
         Raises: ValueError for an id outside the table, before anything is sent.
         """
-        ids_U, inverse_T = unique_ids(ids_T, self.num_rows)
+        ids_U, inverse_T = unique_ids(placed(ids_T, self.places_N), self.num_rows)
+        order_U, asked_of, asked = self._asked(ids_U)
+        return ShardedRoute(ids_U, inverse_T, order_U, asked_of, tuple(len(rows) for rows in asked), self.share.route(torch.cat(asked).long()))
+
+    def _asked(self, ids_U: Tensor) -> tuple[Tensor, tuple[int, ...], list[Tensor]]:
+        """The order that sorts ids by owner, how many each has, and the rows that each rank asks of this one."""
         owner_U = ids_U % self.shards.size
         order_U = owner_U.argsort(stable=True)
         asked_of = torch.bincount(owner_U, minlength=self.shards.size).tolist()
         rows_U = (ids_U // self.shards.size)[order_U].to(index_type(self.num_rows))
-        asked = self._ids.all_to_all(rows_U.split(asked_of))
-        return ShardedRoute(ids_U, inverse_T, order_U, tuple(asked_of), tuple(len(rows) for rows in asked), self.share.route(torch.cat(asked).long()))
+        return order_U, tuple(asked_of), self._ids.all_to_all(rows_U.split(asked_of))
 
     def fetch(self, route: ShardedRoute) -> Tensor:
         """The vectors [U, D] of the route's unique ids, from their owners."""
@@ -77,14 +84,15 @@ class ShardedTable:
         """Make the copies of all groups alike, where there are several."""
         self.share.settle()
 
-    def gather(self) -> Tensor:
-        """The vectors of all rows, [N, D]; every rank of the group has them whole for as long as the caller keeps them."""
-        self.settle()
-        shares = self._vectors.all_gather(self.share.gather())
-        vectors_ND = shares[0].new_empty(self.num_rows, shares[0].shape[1])
-        for rank, share in enumerate(shares):
-            vectors_ND[rank :: self.shards.size] = share
-        return vectors_ND
+    def read(self, ids_T: Tensor) -> Tensor:
+        """The vectors [T, D] of some rows from their owners in this group, whose copies ``settle`` has made whole; nothing about the table changes."""
+        ids_U, inverse_T = unique_ids(placed(ids_T, self.places_N), self.num_rows)
+        order_U, asked_of, asked = self._asked(ids_U)
+        answers_AD = self.share.read(torch.cat(asked).long())
+        got = self._vectors.all_to_all(answers_AD.split([len(rows) for rows in asked]), asked_of)
+        vectors_UD: Tensor = answers_AD.new_empty(len(ids_U), answers_AD.shape[1])
+        vectors_UD[order_U.to(vectors_UD.device)] = torch.cat(got)
+        return vectors_UD[inverse_T.to(vectors_UD.device)]
 
     def state(self) -> dict[str, Tensor]:
         """This rank's share."""
@@ -94,6 +102,12 @@ class ShardedTable:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from this rank's share."""
         self.share.load(state)
+
+    @property
+    def drift(self) -> float | None:
+        """How far copies had come apart when they last met; None where they do not come apart."""
+        found: float | None = getattr(self.share, "drift", None)
+        return found
 
     def traffic(self) -> dict[str, Traffic]:
         """What went over the wire, by what it was."""

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from semantide.services.training.batches import Epoch, Sampler
-from semantide.services.training.checkpoint import Checkpoints, Deal
+from semantide.services.training.change_log import ChangeLog
+from semantide.services.training.checkpoint import Checkpoints
 from semantide.services.training.fence import Staleness
 from semantide.services.training.flight import Flight
 from semantide.services.training.flops import StepMeter
@@ -28,9 +29,12 @@ from semantide.services.training.gradients import GradientSum
 from semantide.services.training.load_balancing import CostModel, Shares, StepTimes
 from semantide.services.training.objective import Objective
 from semantide.services.training.occupancy import Occupancy
-from semantide.services.training.optimiser import build_optimisers, rate_share, set_rate
+from semantide.services.training.optimiser import rate_share, set_rate
 from semantide.services.training.pipeline import Pipeline
+from semantide.services.training.publication import Link, Publication
 from semantide.services.training.recipes import TrainConfig
+from semantide.services.training.run_weights import RunWeights
+from semantide.services.training.table_traffic import TableTraffic
 from semantide.services.training.world import World
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError, RankLost, SemantideError
 
@@ -55,6 +59,9 @@ class RunState:
     finished: bool = False
     alpha: float = 0.0
     """Of the cost model that processes share batches by; 0 until it is known."""
+    link: str = ""
+    links: int = 0
+    """Where serving's table stands, and how many links that is from its base; see ``Publication``."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +93,19 @@ class Trainer:
         checkpoint_seconds: float = 20.0,
         world: World | None = None,
         meter: StepMeter | None = None,
+        publication: Publication | None = None,
     ) -> None:
-        """``meter`` adds the use of the device's arithmetic to the metrics."""
+        """``meter`` adds the use of the device's arithmetic to the metrics; ``publication`` tells serving of the tables as they become."""
         self.config, self.objective, self.sampler, self.validate, self.listener = config, objective, sampler, validate, listener
         self.model: nn.Module = objective.model
         self.state = RunState()
         self._seed, self._identity, self._checkpoint_seconds = seed, identity, checkpoint_seconds
-        self._optimisers = build_optimisers(self.model, config)
-        self._names = [name for name, _ in self.model.named_parameters()]
-        self._parameters = [parameter for _, parameter in self.model.named_parameters()]
+        self._weights = RunWeights(objective, config)
+        self._parameters = self._weights.parameters
         self._world = world or World.single(self._parameters[0].device)
         for parameter in self._parameters:
             self._world.broadcast(parameter.detach())
-        self._average = [parameter.detach().clone() for parameter in self._parameters] if config.ema else None
-        self._best: list[Tensor] | None = None
-        self._best_tables: dict[str, dict[str, Tensor]] = {}
+        self._weights.begin_average()
         self._on_the_way: dict[str, Tensor] = {}
         self._occupancy = Occupancy()
         self._meter = meter
@@ -108,9 +113,14 @@ class Trainer:
         self._saved_at = 0.0
         self._loading = self._world.channel()
         self._checkpoints = Checkpoints(checkpoints, self._world)
-        self._deals = _deals(objective)
+        self._deals = self._weights.deals()
         self._gradients = GradientSum(self._world, self._parameters)
         self._times = StepTimes()
+        self._wire = TableTraffic(objective.tables)
+        self._publication = publication
+        self._logs = {name: ChangeLog(table) for name, table in objective.tables.items()} if publication is not None else {}
+        if publication is not None:
+            self.state.link, self.state.links = publication.begun.ref, publication.begun.number
 
     def run(self) -> RunState:
         """Train until the epochs are over or validation has not improved for ``patience`` times.
@@ -139,12 +149,7 @@ class Trainer:
             self._end_epoch()
             self._save()
         self._checkpoints.wait()
-        if self._best is not None:
-            self._put(self._best)
-            for name, kept in self._best_tables.items():
-                self.objective.tables[name].load(kept)
-        elif self._average is not None:
-            self._put(self._average)
+        self._weights.take_best()
         self.model.eval()
         return state
 
@@ -166,6 +171,7 @@ class Trainer:
             clock=self.listener.clock,
             occupancy=self._occupancy,
             num_ranks=self._world.size,
+            logs=self._logs,
         )
         with pipeline:
             self._run_batches(pipeline, shares, len(epoch))
@@ -175,6 +181,7 @@ class Trainer:
         state, config, clock = self.state, self.config, self.listener.clock
         mark, tokens, moved = clock(), 0, self._world.traffic.seconds
         self._occupancy.report(1.0)
+        self._wire.report(state.step)
         if self._meter is not None:
             self._meter.report(1.0)
         while state.batch < num_batches:
@@ -199,6 +206,7 @@ class Trainer:
                 values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
                     values |= {"imbalance": flight.share.imbalance, "communication_share": (self._world.traffic.seconds - moved) / seconds}
+                values |= self._wire.report(state.step)
                 if self._meter is not None:
                     values |= self._meter.report(seconds)
                 if memory := self.listener.memory_bytes():
@@ -209,6 +217,9 @@ class Trainer:
             if self._world.size > 1 and state.step in _FITS:
                 # What may be loaded already on some rank is shared out by the old model on all.
                 shares.change(self._costs(), state.batch + pipeline.room)
+            if self._publication is not None and state.step % config.publish_every == 0 and state.step >= config.warmup_steps:
+                pipeline.settle()
+                self._publish(self._publication)
             if stop or save:
                 self._save(pipeline)
             if stop:
@@ -226,7 +237,7 @@ class Trainer:
         """One step; the loss's parts, and whether any rank wants to stop or the first to save."""
         world, share, batch = self._world, flight.share, flight.batch
         began, exchanging = self.listener.clock(), world.traffic.seconds
-        for optimiser in self._optimisers:
+        for optimiser in self._weights.optimisers:
             set_rate(optimiser, rate)
             optimiser.zero_grad(set_to_none=True)
         if world.size > 1:
@@ -263,13 +274,10 @@ class Trainer:
                 f"at step {self.state.step} (epoch {self.state.epoch}) the loss is {value} and the gradient's norm {norm if rows_finite else math.nan}: lower learning_rate (now "
                 f"{self.config.learning_rate}) or raise warmup_steps; the last good checkpoint stays in {kept}"
             )
-        for optimiser in self._optimisers:
+        for optimiser in self._weights.optimisers:
             optimiser.step()
         self.state.losses.append(value)
-        if self._average is not None:
-            # The average of a young run is the plain mean: its first weights are no better than noise.
-            decay = min(self.config.ema, (self.state.step + 1) / (self.state.step + 11))
-            torch._foreach_lerp_(self._average, [parameter.detach() for parameter in self._parameters], 1 - decay)
+        self._weights.average(self.state.step)
         self._occupancy.worked("dense", self.listener.clock() - began)
         self._occupancy.exchanged(world.traffic.seconds - exchanging)
         return parts, stop, save
@@ -287,27 +295,31 @@ class Trainer:
         state.batch = 0
         last = state.epoch >= config.epochs
         if self.validate is not None and (last or state.epoch % config.evaluate_every == 0):
-            current = [parameter.detach().clone() for parameter in self._parameters]
-            if self._average is not None:
-                self._put(self._average)
-            self.model.eval()
-            self._settle_tables()
-            figures = self.validate()
-            candidate = [parameter.detach().clone() for parameter in self._parameters]
-            self._put(current)
-            tables = {name: {key: tensor.clone() for key, tensor in table.state().items()} for name, table in self.objective.tables.items()}
+            self._weights.settle()
+            with self._weights.averaged():
+                self.model.eval()
+                figures = self.validate()
+                if figures["ndcg@10"] > state.best:
+                    self._weights.keep()
             state.validations.append({"epoch": state.epoch, "step": state.step, **figures})
             self.listener.metric(state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch})
             if figures["ndcg@10"] > state.best:
                 state.best, state.best_epoch, state.waited = figures["ndcg@10"], state.epoch, 0
-                self._best, self._best_tables = candidate, tables
             else:
                 state.waited += 1
         state.finished = last or state.waited >= config.patience
 
-    def _settle_tables(self) -> None:
-        for _, table in sorted(self.objective.tables.items()):
-            table.settle()
+    def _publish(self, publication: Publication) -> None:
+        self._weights.settle()
+        began = self.listener.clock()
+        changed = {name: log.rows() for name, log in self._logs.items()}
+        link = publication.publish(self.state.step, Link(self.state.link, self.state.links), changed)
+        if link is not None:
+            self.state.link, self.state.links = link.ref, link.number
+            for log in self._logs.values():
+                log.clear()
+        figures = {"publish_seconds": self.listener.clock() - began, "changed_rows": float(sum(map(len, changed.values())))}
+        self.listener.metric(self.state.step, figures)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         wanted = self.config.dtype
@@ -315,39 +327,20 @@ class Trainer:
             return torch.autocast(self._device.type, torch.bfloat16)
         return nullcontext()
 
-    @torch.no_grad()
-    def _put(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.copy_(value)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
-            tensors[f"model.{name}"] = parameter
-            for optimiser in self._optimisers:
-                tensors |= {f"optimiser.{key}.{name}": value for key, value in optimiser.state.get(parameter, {}).items()}
-            if self._average is not None:
-                tensors[f"average.{name}"] = self._average[index]
-            if self._best is not None:
-                tensors[f"best.{name}"] = self._best[index]
-        for name, table in self.objective.tables.items():
-            tensors |= {f"table.{name}.{key}": tensor for key, tensor in table.state().items()}
-            tensors |= {f"best_table.{name}.{key}": tensor for key, tensor in self._best_tables.get(name, {}).items()}
-        return tensors
-
     def _own(self) -> dict[str, Tensor]:
         """What this rank alone has."""
         own = {"random.cpu": torch.get_rng_state()} | {f"on_the_way.{name}": tensor for name, tensor in self._on_the_way.items()}
+        own |= {f"changed.{name}": log.changed_N for name, log in self._logs.items()}
         return own | ({"random.cuda": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {})
 
     def _save(self, pipeline: Pipeline | None = None) -> None:
         if pipeline is not None:
             pipeline.settle()
             self._on_the_way = pipeline.on_the_way()
-        self._settle_tables()
+        self._weights.settle()
         began = self.listener.clock()
         state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
-        self._checkpoints.save(self.state.step, self._tensors(), state, own=self._own(), deals=self._deals)
+        self._checkpoints.save(self.state.step, self._weights.tensors(), state, own=self._own(), deals=self._deals)
         self.listener.metric(self.state.step, {"checkpoint_stall_seconds": self.listener.clock() - began})
         self._saved_at = self.listener.clock()
 
@@ -355,28 +348,19 @@ class Trainer:
         found = self._checkpoints.latest(self._deals)
         if found is None:
             return
-        tensors, saved = found.tensors, found.state
+        saved = found.state
         if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
             raise Conflict(
                 f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
             )
         self.state = RunState(**saved["run"])
-        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
-            with torch.no_grad():
-                parameter.copy_(tensors[f"model.{name}"])
-                if self._average is not None:
-                    self._average[index].copy_(tensors[f"average.{name}"])
-            owner = next(o for o in self._optimisers if any(parameter is p for group in o.param_groups for p in group["params"]))
-            for key in ("step", "exp_avg", "exp_avg_sq", "momentum"):
-                if f"optimiser.{key}.{name}" in tensors:
-                    owner.state[parameter][key] = tensors[f"optimiser.{key}.{name}"].to(self._device)
-        if any(name.startswith("best.") for name in tensors):
-            self._best = [tensors[f"best.{name}"].to(self._device) for name in self._names]
-        for name, table in self.objective.tables.items():
-            table.load({key: tensors[f"table.{name}.{key}"] for key in table.state()})
-            if self._best is not None:
-                self._best_tables[name] = {key: tensors[f"best_table.{name}.{key}"] for key in table.state()}
+        self._weights.restore(found.tensors)
         self._on_the_way = {name.removeprefix("on_the_way."): tensor for name, tensor in found.own.items() if name.startswith("on_the_way.")}
+        for name, log in self._logs.items():
+            if f"changed.{name}" in found.own:
+                log.changed_N.copy_(found.own[f"changed.{name}"])
+            else:
+                log.touch_all()
         if "random.cpu" in found.own:
             torch.set_rng_state(found.own["random.cpu"])
         else:
@@ -401,12 +385,6 @@ class _Memory:
                 f"rank {self._rank} ran out of memory at step {self._step} ({error}): lower items_per_batch (now {self._items}) or max_items, or train with "
                 "more processes on more machines; the last good checkpoint stays"
             ) from error
-
-
-def _deals(objective: Objective) -> dict[str, Deal]:
-    """Which tensors are this rank's rows of tables over several ranks."""
-    dealt = {name: table.shards for name, table in objective.tables.items() if hasattr(table, "shards")}
-    return {f"{kind}.{name}.": Deal(shards.rank, shards.size) for name, shards in dealt.items() for kind in ("table", "best_table")}
 
 
 def _plain(config: TrainConfig) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from semantide.kernels.jagged_embedding import adagrad_rows, adam_rows, gather_rows, unique_ids
+from semantide.shared.models.first_rows import first_rows
 
 TableOptimiser = Literal["adam", "row-adam", "adagrad"]
 
@@ -31,6 +32,9 @@ class Route:
 class Table(Protocol):
     """Vectors by id: ask, look up, change."""
 
+    places_N: Tensor | None
+    """The row of each id; None where an id is its row."""
+
     def route(self, ids_T: Tensor) -> Route:
         """Where the rows of these ids are."""
         ...
@@ -47,8 +51,8 @@ class Table(Protocol):
         """Bring home what lies elsewhere: before ``state``, between two steps, on all ranks."""
         ...
 
-    def gather(self) -> Tensor:
-        """The vectors of all rows, [N, D], other ranks' included: between two steps, on all ranks."""
+    def read(self, ids_T: Tensor) -> Tensor:
+        """The vectors of some rows, [T, D], as they are: between two steps after ``settle``, on all ranks, which may ask for different ones."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -56,18 +60,33 @@ class Table(Protocol):
         ...
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state`` gave."""
+        """Go on from what ``state`` gave, or from the ``weight`` of it alone."""
         ...
 
 
 class LocalTable:
     """A table in the memory of one process.
 
-    ``optimiser``: ``adagrad`` keeps one number a row, ``row-adam`` one and a vector, ``adam`` two vectors.
+    ``optimiser``: ``adagrad`` keeps one number a row, ``row-adam`` one and a vector, ``adam`` two vectors. The first vectors are those of ``first_rows``; of a share of a
+    larger table ``rows`` says which of its rows they are.
     """
 
-    def __init__(self, num_rows: int, size: int, *, optimiser: TableOptimiser = "adam", std: float = 0.02, beta1: float = 0.9, beta2: float = 0.98) -> None:
-        self.weight_ND = torch.empty(num_rows, size).normal_(std=std)
+    def __init__(
+        self,
+        num_rows: int,
+        size: int,
+        *,
+        optimiser: TableOptimiser = "adam",
+        std: float = 0.02,
+        beta1: float = 0.9,
+        beta2: float = 0.98,
+        seed: int = 0,
+        rows: slice = slice(None),
+        places_N: Tensor | None = None,
+    ) -> None:
+        numbers_N = (rows.start or 0) + (rows.step or 1) * torch.arange(num_rows)
+        self.weight_ND = first_rows(numbers_N, size, std, seed).to(torch.get_default_dtype())
+        self.places_N = places_N
         self._beta1, self._beta2 = beta1, beta2
         if optimiser == "adagrad":
             self._state = {"sum": torch.zeros(num_rows)}
@@ -80,7 +99,7 @@ class LocalTable:
 
         Raises: ValueError for an id outside the table.
         """
-        return Route(*unique_ids(ids_T, len(self.weight_ND)))
+        return Route(*unique_ids(placed(ids_T, self.places_N), len(self.weight_ND)))
 
     def fetch(self, route: Route) -> Tensor:
         """See ``Table``."""
@@ -98,9 +117,9 @@ class LocalTable:
     def settle(self) -> None:
         """See ``Table``: everything is here."""
 
-    def gather(self) -> Tensor:
-        """See ``Table``: the table itself."""
-        return self.weight_ND
+    def read(self, ids_T: Tensor) -> Tensor:
+        """See ``Table``."""
+        return gather_rows(self.weight_ND, placed(ids_T, self.places_N).to(self.weight_ND.device))
 
     def state(self) -> dict[str, Tensor]:
         """See ``Table``."""
@@ -109,4 +128,18 @@ class LocalTable:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """See ``Table``."""
         for name, tensor in self.state().items():
-            tensor.copy_(state[name])
+            if name in state:
+                tensor.copy_(state[name])
+
+
+def placed(ids_T: Tensor, places_N: Tensor | None) -> Tensor:
+    """The rows of ids, where ids are not rows.
+
+    Raises: ValueError for an id that has no row.
+    """
+    if places_N is None:
+        return ids_T
+    if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < len(places_N):
+        raise ValueError(f"ids from {int(ids_T.min())} to {int(ids_T.max())} for {len(places_N)} known ones: give ids of the data set")
+    rows_T: Tensor = places_N[ids_T]
+    return rows_T

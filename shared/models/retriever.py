@@ -9,7 +9,7 @@ Source: Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152; Y
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -192,18 +192,28 @@ class Retriever(nn.Module):
         """What products of states and item vectors are divided by."""
         return self.config.temperature if self.config.cosine else 1.0
 
-    def save_pretrained(self, folder: Path, vectors_ND: Tensor, item_ids: Sequence[str]) -> None:
-        """Write ``config.json``, ``model.safetensors``, and the table as ``vectors.parquet`` (item, vector), which the tokenizer reads too."""
+    def save_dense(self, folder: Path) -> None:
+        """Write all but the table: ``config.json`` and ``model.safetensors``."""
         write_weights(folder, self.state_dict())
         write_config(folder, {"model_type": "retriever", **asdict(self.config)})
-        if vectors_ND.shape != (len(item_ids), self.config.hidden_size):
-            raise ValueError(f"vectors {tuple(vectors_ND.shape)} for {len(item_ids)} items of size {self.config.hidden_size}: give [N, D]")
-        kind = pa.list_(pa.float32(), self.config.hidden_size)
-        with pq.ParquetWriter(folder / _VECTORS, pa.schema([("item", pa.string()), ("vector", kind)])) as writer:
-            for begin in range(0, len(item_ids), _ROWS):
-                flat = pa.array(vectors_ND[begin : begin + _ROWS].detach().float().cpu().numpy().ravel())
-                vectors = pa.FixedSizeListArray.from_arrays(flat, self.config.hidden_size)
-                writer.write_table(pa.table({"item": pa.array(list(item_ids[begin : begin + _ROWS])), "vector": vectors}))
+
+    def save_pretrained(self, folder: Path, vectors_ND: Tensor | Iterable[Tensor], item_ids: Sequence[str]) -> None:
+        """Write ``config.json``, ``model.safetensors``, and the table as ``vectors.parquet`` (item, vector), which the tokenizer reads too.
+
+        A table that is not in memory comes in pieces, in order.
+        """
+        self.save_dense(folder)
+        size, written = self.config.hidden_size, 0
+        with pq.ParquetWriter(folder / _VECTORS, pa.schema([("item", pa.string()), ("vector", pa.list_(pa.float32(), size))])) as writer:
+            for piece_VD in vectors_ND.split(_ROWS) if isinstance(vectors_ND, Tensor) else vectors_ND:
+                items = list(item_ids[written : written + len(piece_VD)])
+                if piece_VD.shape != (len(items), size):
+                    raise ValueError(f"vectors {tuple(piece_VD.shape)} for {len(items)} items of size {size}: give [N, D]")
+                flat = pa.array(piece_VD.detach().float().cpu().numpy().ravel())
+                writer.write_table(pa.table({"item": pa.array(items, pa.string()), "vector": pa.FixedSizeListArray.from_arrays(flat, size)}))
+                written += len(items)
+        if written != len(item_ids):
+            raise ValueError(f"{written} vectors for {len(item_ids)} items: give one of each item")
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> Retriever:

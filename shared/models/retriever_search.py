@@ -16,10 +16,40 @@ from semantide.shared.jagged import Jagged
 from semantide.shared.models.retriever import Retriever
 
 Rows = npt.NDArray[np.integer]
+Read = Callable[[Tensor], Tensor]
+"""Gives the vectors of some rows: [T] -> [T, D]."""
+
+
+@torch.inference_mode()
+def states(model: Retriever, histories: Sequence[Rows], times: Sequence[Rows | None], read: Read, max_items: int) -> Tensor:
+    """What the model makes of histories: [R, D], to be compared with ``model.scored`` vectors of items.
+
+    Units: ``times`` of each history's events, seconds; nothing where they are not known.
+    """
+    device = model.begin.device
+    moments_R = [np.zeros(0, dtype=np.int64) if moments is None else np.asarray(moments) for moments in (times or [None] * len(histories))]
+    rows = [history[-max_items:] for history in histories]
+    # The begin row happens with the first event, as in training.
+    seen = [
+        np.concatenate([known[:1], known]) if len(known) else np.zeros(len(taken) + 1, dtype=np.int64)
+        for taken, known in ((taken, moments[len(moments) - len(taken) :] if len(moments) else moments) for taken, moments in zip(rows, moments_R, strict=True))
+    ]
+    packed = Jagged.from_sequences(np.concatenate([[-1], taken]) for taken in rows)
+    begins_T = packed.values < 0
+    inputs_TD = read(packed.values[~begins_T])
+    # The begin row's own vector does not count.
+    vectors_TD = inputs_TD.new_zeros(len(begins_T), inputs_TD.shape[1])
+    vectors_TD[~begins_T.to(inputs_TD.device)] = inputs_TD
+    if not histories:
+        return vectors_TD.to(device)
+    times_T = torch.from_numpy(np.concatenate(seen).astype(np.int64)).to(device)
+    packed = packed.to(device)
+    hidden_RD: Tensor = model.eval()(vectors_TD.to(device), begins_T.to(device), packed.offsets_B1, times_T)[packed.last_rows_B()]
+    return hidden_RD
 
 
 class ExactSearch:
-    """Scores of all items after histories; ``vectors_of`` is asked each time, since training changes them."""
+    """Scores of all items after histories, with the vectors of all of them in memory."""
 
     def __init__(self, model: Retriever, vectors_of: Callable[[], Tensor], max_items: int) -> None:
         self._model, self._vectors_of, self._max_items = model, vectors_of, min(max_items, model.config.max_items)
@@ -30,19 +60,7 @@ class ExactSearch:
 
         Units: ``times`` of each history's events, seconds; nothing where they are not known.
         """
-        model, vectors_VD = self._model.eval(), self._vectors_of()
-        device = model.begin.device
-        moments_R = [np.zeros(0, dtype=np.int64) if moments is None else np.asarray(moments) for moments in (times or [None] * len(histories))]
-        rows = [history[-self._max_items :] for history in histories]
-        # The begin row happens with the first event, as in training.
-        seen = [
-            np.concatenate([known[:1], known]) if len(known) else np.zeros(len(read) + 1, dtype=np.int64)
-            for read, known in ((read, moments[len(moments) - len(read) :] if len(moments) else moments) for read, moments in zip(rows, moments_R, strict=True))
-        ]
-        packed = Jagged.from_sequences(np.concatenate([[-1], read]) for read in rows).to(device)
-        times_T = torch.from_numpy(np.concatenate(seen).astype(np.int64)).to(device)
-        begins_T = packed.values < 0
-        inputs_TD = vectors_VD[packed.values.clamp_min(0).to(vectors_VD.device)].to(device)
-        hidden_RD = model(inputs_TD, begins_T, packed.offsets_B1, times_T)[packed.last_rows_B()]
-        scores_RV: Tensor = (hidden_RD @ model.scored(vectors_VD.to(device)).T).float() / model.temperature
+        model, vectors_VD = self._model, self._vectors_of()
+        hidden_RD = states(model, histories, times, lambda rows_T: vectors_VD[rows_T.to(vectors_VD.device)], self._max_items)
+        scores_RV: Tensor = (hidden_RD @ model.scored(vectors_VD.to(hidden_RD.device)).T).float() / model.temperature
         return scores_RV

@@ -163,9 +163,10 @@ def trained(dataset: Dataset, config: TrainConfig, seed: int, quick: bool) -> di
     torch.manual_seed(seed)
     items = len(dataset.item_ids)
     shape = replace(config.retriever, max_items=config.max_items)
-    model, table = Retriever(shape), LocalTable(items, shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
+    model = Retriever(shape)
+    table = LocalTable(items, shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2, seed=seed)
     counts_N = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=items)
-    ranker = RetrieverRanker(model, lambda: table.weight_ND, np.arange(items), config.max_items)
+    ranker = RetrieverRanker(model, table.read, np.arange(items), config.max_items)
     valid = cases_of(dataset, "valid", config.valid_users, seed=0)
     with tempfile.TemporaryDirectory() as scratch:
         Trainer(

@@ -144,9 +144,9 @@ def assemble(dataset: Dataset, run: Run, beam_width: int) -> tuple[Objective, Ra
     if config.model_type == "retriever":
         shape = replace(config.retriever, max_items=config.max_items)
         retriever = Retriever(shape)
-        table = LocalTable(len(rows), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2)
+        table = LocalTable(len(rows), shape.hidden_size, optimiser=config.table_optimiser, std=shape.initializer_range, beta2=config.beta2, seed=run.seed)
         counts = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(rows))
-        return NextItemSampled(retriever, table, counts, config), RetrieverRanker(retriever, lambda: table.weight_ND, rows, config.max_items)
+        return NextItemSampled(retriever, table, counts, config), RetrieverRanker(retriever, table.read, rows, config.max_items)
     if run.codes is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(rows), max_items=config.max_items))
         return NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items)

@@ -103,14 +103,15 @@ def differs(dataset: Dataset, scope: str) -> list[str]:
     model, table = objective.model, objective.tables[ITEMS]
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    route = table.route(objective.draw(batch, torch.Generator().manual_seed(0))[ITEMS])
+    ids = objective.draw(batch, torch.Generator().manual_seed(0))[ITEMS]
+    route = table.route(ids)
     found = []
     for ours in (True, False):
         vectors_UD = table.fetch(route).clone().requires_grad_()
         model.zero_grad()
         targets, others = route.inverse_T[: len(batch.items.values)], route.inverse_T[len(batch.items.values) :]
         others = others.view(len(targets), -1) if scope == "target" else others
-        total = objective.loss(batch, {ITEMS: TableRows(route.ids_U, vectors_UD, route.inverse_T)}).sums_K.sum() if ours else padded_loss(
+        total = objective.loss(batch, {ITEMS: TableRows(route.ids_U, vectors_UD, route.inverse_T, ids)}).sums_K.sum() if ours else padded_loss(
             model, batch, vectors_UD, targets, others, float(np.log(len(dataset.item_ids)))
         )  # fmt: skip
         total.backward()

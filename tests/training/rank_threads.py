@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,17 @@ class ThreadWorld:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self.all_to_all([tensor] * self.size)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def gather_json(self, value: Any) -> list[Any]:
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(part.tolist())) for part in self.all_gather(text)]
+
+    def barrier(self) -> None:
+        self.gather_json(None)
 
     def abort(self) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from semantide.shared.errors import JobCancelled
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.item_table import LocalTable
 from semantide.shared.models.retriever import Retriever, RetrieverConfig
+from semantide.shared.models.retriever_search import ExactSearch
 
 NUM_ITEMS = 20
 SHAPE = RetrieverConfig(hidden_size=16, num_layers=1, num_heads=2, max_items=12, time_buckets=16, dropout=0.0, embedding_dropout=0.0)
@@ -36,20 +37,20 @@ def batch_of(histories: list[list[int]]) -> HistoryBatch:
 def loss_of(objective: NextItemSampled, batch: HistoryBatch, seed: int = 0) -> LossSum:
     ids = objective.draw(batch, torch.Generator().manual_seed(seed))[ITEMS]
     route = objective.tables[ITEMS].route(ids)
-    return objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T)})
+    return objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T, ids)})
 
 
 def test_with_all_items_it_is_the_cross_entropy_of_each_next_item() -> None:
     objective, histories = made(num_negatives=0), [[3, 5, 11], [7]]
     batch = batch_of(histories)
     sums = loss_of(objective, batch)
-    ranker = RetrieverRanker(objective.model, lambda: objective.tables[ITEMS].weight_ND, np.arange(NUM_ITEMS), 12)
+    search = ExactSearch(objective.model, lambda: objective.tables[ITEMS].weight_ND, 12)
     times = [batch.times_T[:3].numpy(), batch.times_T[3:].numpy()]
     expected = 0.0
     for history, moments in zip(histories, times, strict=True):
         for place, target in enumerate(history):
             # The begin row of an empty history has the first event's time in training; nothing stands beside it to compare with.
-            scores = ranker._search.scores([np.array(history[:place], dtype=np.int64)], [moments[:place]])
+            scores = search.scores([np.array(history[:place], dtype=np.int64)], [moments[:place]])
             expected += float(F.cross_entropy(scores, torch.tensor([target])))
     assert float(sums.total().detach()) == pytest.approx(expected / 4, rel=1e-4)
     assert sums.counts_K.tolist() == [4]
@@ -85,7 +86,7 @@ def test_items_of_the_history_can_be_left_out_of_its_negatives() -> None:
     objective = made(num_negatives=6, mask_history=True)
     ids = torch.tensor([4, 9, 4, 9, 4, *[9, 4, 4, 9, 4, 9]])
     route = objective.tables[ITEMS].route(ids)
-    sums = objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T)})
+    sums = objective.loss(batch, {ITEMS: TableRows(route.ids_U, objective.tables[ITEMS].fetch(route), route.inverse_T, ids)})
     assert float(sums.total().detach()) == pytest.approx(0.0, abs=1e-6)  # nothing is left to compare with
 
 
@@ -117,7 +118,7 @@ def test_it_learns_the_ring_and_a_stopped_run_ends_as_one_left_alone(tmp_path: P
     run = Run(tmp_path / "a", num_negatives=8)
     whole = run()
     assert whole.losses[-1] < 0.6 * whole.losses[0]
-    ranker = RetrieverRanker(run.objective.model, lambda: run.objective.tables[ITEMS].weight_ND, np.arange(NUM_ITEMS), 12)
+    ranker = RetrieverRanker(run.objective.model, run.objective.read, np.arange(NUM_ITEMS), 12)
     histories = [(start + np.arange(5)) % NUM_ITEMS for start in range(NUM_ITEMS)]
     lists = ranker.rank(histories, 5, True, [np.arange(5) * 60] * NUM_ITEMS)
     assert np.mean([(history[-1] + 1) % NUM_ITEMS in best for history, best in zip(histories, lists, strict=True)]) > 0.9

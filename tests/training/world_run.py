@@ -151,7 +151,7 @@ def train(world: World, folder: Path, argument: str) -> None:
         (folder / f"stopped-{world.rank}").write_text(str(trainer.state.step))
         return
     assert all(world.size == 1 or "imbalance" in values for values in metrics if "loss" in values)
-    tables = {name: table.gather() for name, table in objective.tables.items()}
+    tables = {name: table.read(torch.arange(24)) for name, table in objective.tables.items()}
     save_file(tables | {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, folder / f"rank-{world.rank}.safetensors")
     (folder / f"rank-{world.rank}.json").write_text(json.dumps({"losses": state.losses}))
 
@@ -167,7 +167,7 @@ def few(world: World, folder: Path, argument: str) -> None:
 
 def _retriever(group: int, config: TrainConfig, world: World) -> tuple[torch.nn.Module, Any, TrainConfig]:
     """With its table here, or dealt out to groups of ranks."""
-    config = replace(config, model_type="retriever", table_optimiser="row-adam", muon_rate=0.0, staleness=group % 2, batches_in_flight=4)
+    config = replace(config, model_type="retriever", table_optimiser="row-adam", muon_rate=0.0, ema=0.0, staleness=group % 2, batches_in_flight=4)
     torch.set_default_dtype(torch.float64)
     shape = RetrieverConfig(num_layers=1, hidden_size=16, num_heads=2, max_items=30, dropout=0.0, embedding_dropout=0.0)
     model = Retriever(shape)
