@@ -1,11 +1,11 @@
 """What may go wrong while several ranks train: each ends in a clear error or a correct run, and the last good checkpoint stays."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,36 +13,7 @@ import pytest
 from semantide.services.training.launch import Launch, launch
 from semantide.shared.broker import free_port
 
-SCRIPT = Path(__file__).with_name("fault_run.py")
-
-
-class Ranks:
-    """Runs cases of ``fault_run.py``."""
-
-    def __init__(self, errors: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        self._errors = errors.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-
-    def __call__(self, case: str, size: int, folder: Path, argument: str = "") -> list[int]:
-        folder.mkdir(exist_ok=True)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{case} {size} {folder} {argument}\n")
-        self._process.stdin.flush()
-        return [int(status) for status in self._process.stdout.readline().split()]
-
-    def close(self) -> None:
-        self._process.communicate(timeout=120)
-        self._errors.close()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("ranks") / "errors.txt")
-    yield started
-    started.close()
+from .forked_ranks import SCRIPT, Ranks, environment
 
 
 def consumed(folder: Path) -> dict[tuple[int, int], Counter[int]]:
@@ -159,7 +130,7 @@ def test_101_samples_on_one_rank_and_57_on_the_other_train_as_on_one(ranks: Rank
     for epoch in (0, 1):
         consumed = [[sample for number, _, samples, _ in rank if number == epoch for sample in samples] for rank in steps]
         assert sorted(map(len, consumed)) == [57, 101]
-        assert sorted(sum(consumed, [])) == list(range(158))
+        assert sorted(itertools.chain.from_iterable(consumed)) == list(range(158))
     one = result(tmp_path / "1")
     for rank in range(2):
         other = result(tmp_path / "2", rank)
@@ -172,9 +143,8 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
     """Two agents of torchrun, as on two hosts; one is killed with all that it started, and another one takes its place."""
     folder = tmp_path / "together"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
     # An agent that stays would otherwise not tell one that comes later where the ranks meet.
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    agents = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     port = free_port()
 
     def agent(leads: bool, argument: str) -> subprocess.Popen[bytes]:
@@ -182,7 +152,7 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
         patience = f"--rdzv-conf=is_host={int(leads)},keep_alive_interval=1,keep_alive_max_attempt=8"
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument],
-            env=environment,
+            env=agents,
             stdin=subprocess.DEVNULL,
         )
 
