@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from semantide.shared.errors import PermanentError
+from semantide.shared.errors import PermanentError, TransientError
 
 Output: TypeAlias = "pa.Table | Iterable[pa.RecordBatch]"
 Tick = Callable[[int, int, str], None]
@@ -101,7 +101,7 @@ class RayExecutor:
     def run(self, step: Step, folder: Path, tick: Tick = lambda done, total, name: None) -> Outcome:
         """See ``Executor``.
 
-        Raises: PermanentError where Ray is not installed.
+        Raises: PermanentError where Ray is not installed, TransientError where it does not start or answer.
         """
         ray = _ray(self._address)
         total = len(step.parts)
@@ -213,6 +213,11 @@ def _ray(address: str) -> Any:
             "the data executor is ray, and Ray is not installed: pip install 'semantide[ray]', or set SEMANTIDE_DATA_EXECUTOR=local"
         ) from error
     if not ray.is_initialized():
-        ray.init(address=address or None, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        try:
+            ray.init(address=address or None, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        except Exception as error:  # Ray has no class of its own for a start that takes longer than it waits
+            ray.shutdown()
+            where = f"the Ray cluster at {address} does not answer" if address else "Ray did not start on this machine"
+            raise TransientError(f"{where} ({error}): look at it, or set SEMANTIDE_DATA_EXECUTOR=local") from error
     ray.data.DataContext.get_current().enable_progress_bars = False
     return ray

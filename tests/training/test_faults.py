@@ -42,10 +42,17 @@ def run(ranks: Ranks, folder: Path, number: int, size: int, argument: str = "") 
     return statuses
 
 
-def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank that nothing happens to: what all others are compared with."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    assert run(ranks, folder, 0, 1) == [0]
+    return folder
+
+
+def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_of_ranks(ranks: Ranks, alone: Path, tmp_path: Path) -> None:
     """158 samples; killed on 2 ranks, then on 3, then on 1, and ended on 2."""
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    assert run(ranks, alone, 0, 1) == [0]
+    killed = tmp_path / "killed"
     for number, (size, argument) in enumerate([(2, "1:3"), (3, "0:9"), (1, "0:12"), (2, "")]):
         statuses = run(ranks, killed, number, size, argument)
         if argument:
@@ -63,8 +70,8 @@ def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_o
         assert other["total"] == pytest.approx(one["total"], rel=1e-9)
 
 
-def test_kill_9_of_a_rank_starts_all_of_the_job_again_and_nothing_of_the_run_is_other(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, alone = tmp_path / "together", tmp_path / "alone"
+def test_kill_9_of_a_rank_starts_all_of_the_job_again_and_nothing_of_the_run_is_other(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = tmp_path / "together"
     together.mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -72,7 +79,6 @@ def test_kill_9_of_a_rank_starts_all_of_the_job_again_and_nothing_of_the_run_is_
     command = [sys.executable, str(SCRIPT), str(together), "1:5"]
     launch(command, Launch(2, 3), failed=lambda: None, lost=lambda attempt, how: lost.append(how))
     assert lost == ["rank 1 was killed by signal 9 (out of memory?)"]
-    assert run(ranks, alone, 0, 1) == [0]
     for rank in range(2):
         assert result(together, rank)["losses"] == pytest.approx(result(alone)["losses"], rel=1e-9)
 
@@ -139,7 +145,7 @@ def test_101_samples_on_one_rank_and_57_on_the_other_train_as_on_one(ranks: Rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_each", [1, 2])
-def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path: Path, ranks_each: int) -> None:
+def test_a_lost_host_starts_the_ranks_of_all_hosts_again(alone: Path, tmp_path: Path, ranks_each: int) -> None:
     """Two agents of torchrun, as on two hosts; one is killed with all that it started, and another one takes its place."""
     folder = tmp_path / "together"
     folder.mkdir()
@@ -165,8 +171,7 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
         for host in hosts:
             host.terminate()
             host.wait(60)
-    assert run(ranks, tmp_path / "alone", 0, 1) == [0]
-    one = result(tmp_path / "alone")
+    one = result(alone)
     for rank in range(2 * ranks_each):
         other = result(folder, rank)
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-9) and other["total"] == pytest.approx(one["total"], rel=1e-9)
