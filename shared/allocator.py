@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
+import torch
+
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # of malloc.h
 _KEPT_BYTES = (1 << 31) - 1
 _STEP_BYTES = 64 << 20
@@ -26,3 +28,15 @@ def keep_freed_memory(keep: bool = True) -> bool:
         return bool(mallopt(_MMAP_THRESHOLD, 128 << 10) and mallopt(_TRIM_THRESHOLD, 128 << 10) and mallopt(_TOP_PAD, 128 << 10))
     # One arena: those of other threads cannot hold large blocks.
     return bool(mallopt(_MMAP_THRESHOLD, 1 << 30) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_TOP_PAD, _STEP_BYTES) and mallopt(_ARENA_MAX, 1))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process held so far, on CUDA that of its device; 0 where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -59,8 +59,8 @@ PLOTS = (
     Plot("Rows that are changed while they are read", ("collision_rate",), "share of the rows asked for that the batches in flight change too"),
     Plot(
         "Rows of tables on the wire",
-        ("wire_ids", "wire_vectors", "wire_gradients", "wire_replica_ids", "wire_replica_vectors", "wire_replica_gradients"),
-        "bytes that left the leading rank a step; replica: to other groups",
+        ("wire_ids", "wire_vectors", "wire_gradients", "wire_reads", "wire_replica_ids", "wire_replica_vectors", "wire_replica_gradients"),
+        "bytes that left the leading rank a step; replica: to other groups; reads: for validation and publication",
     ),
     Plot("Drift of tables", ("drift",), "how far groups' copies had come apart when they last met, of the length of their mean"),
     Plot("Memory", ("memory_bytes",), "the most so far, bytes, of the leading rank"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +74,7 @@ class LoadedRetriever:
     search: ExactSearch
     table: TableSnapshot
     reading: Reading
+    action_numbers: Callable[[Iterable[str]], list[int]]
 
     @property
     def item_ids(self) -> tuple[str, ...]:
@@ -101,18 +102,18 @@ class LoadedRetriever:
         if not bool(torch.isfinite(search.scores([np.zeros(0, dtype=np.int64)])).all()):
             raise Corrupt(f"{ref}: the retriever's scores are not numbers: train it again with a smaller learning_rate")
         assert len(table.row_of) == len(table.item_ids)  # made here and not while the first request waits
-        return cls(ref, search, table, reading_of(card))
+        return cls(ref, search, table, reading_of(card), model.action_numbers)
 
     @torch.inference_mode()
     def answer(self, asking: Asking, actions: Mapping[str, float], unavailable: Unavailable) -> Retrieved:
         """The best allowed items."""
         begin = time.perf_counter()
         profile = profile_of(((item, action) for item, action, _ in asking.events), actions, self.reading)
-        moments = [asking.events[place][2] for place in profile.places]
-        known = [(self.row_of[item], moment) for item, moment in zip(profile.history, moments, strict=True) if item in self.row_of]
-        timed = all(moment is not None for _, moment in known)
-        times = np.array([moment or 0 for _, moment in known], dtype=np.int64) // 1000 if timed and known else None
-        scores_V = self.search.scores([np.array([row for row, _ in known], dtype=np.int64)], [times])[0].log_softmax(-1)
+        known = [(self.row_of[item], *asking.events[place][1:]) for item, place in zip(profile.history, profile.places, strict=True) if item in self.row_of]
+        timed = all(moment is not None for _, _, moment in known)
+        times = np.array([moment or 0 for _, _, moment in known], dtype=np.int64) // 1000 if timed and known else None
+        done = np.array(self.action_numbers(action for _, action, _ in known), dtype=np.int64)
+        scores_V = self.search.scores([np.array([row for row, _, _ in known], dtype=np.int64)], [times], [done])[0].log_softmax(-1)
         out = {*asking.exclude_ids, *profile.blocked, *(profile.seen if asking.exclude_seen else ()), *unavailable.items}
         rows = [self.row_of[item] for item in out if item in self.row_of]
         scores_V[torch.tensor(rows, dtype=torch.int64, device=scores_V.device)] = -torch.inf

@@ -62,6 +62,7 @@ class EvaluateConfig:
 class Case:
     """One user's history and what came after it; rows of the data set's item table.
 
+    ``actions`` are their numbers in ``EventActions``, None where nobody looks at them.
     Units: ``times`` of the history's events, seconds; None where unknown.
     """
 
@@ -69,11 +70,17 @@ class Case:
     history: Rows
     targets: Rows
     times: Rows | None = None
+    actions: Rows | None = None
 
 
-def cases_of(dataset: Dataset, part: Part, max_users: int | None = None, seed: int = 0) -> list[Case]:
-    """The cases of a part, or of ``max_users`` drawn users."""
-    cases = [Case(*case, dataset.case_times(case[0], part) // 1000) for case in dataset.cases(part)]
+def cases_of(dataset: Dataset, part: Part, max_users: int | None = None, seed: int = 0, actions_E: Rows | None = None) -> list[Case]:
+    """The cases of a part, or of ``max_users`` drawn users; ``actions_E`` numbers the actions of all events, where a ranker looks at them."""
+
+    def done(user: int, length: int) -> Rows | None:
+        first = int(dataset.offsets[user])
+        return None if actions_E is None else actions_E[first : first + length]
+
+    cases = [Case(*case, dataset.case_times(case[0], part) // 1000, done(case[0], len(case[1]))) for case in dataset.cases(part)]
     if max_users and max_users < len(cases):
         chosen = np.random.default_rng([seed, 77]).choice(len(cases), max_users, replace=False)
         cases = [cases[index] for index in np.sort(chosen)]
@@ -96,7 +103,7 @@ def evaluate(
     ordered = sorted(cases, key=lambda case: len(case.history))
     for begin in range(0, len(ordered), cases_per_batch):
         batch = ordered[begin : begin + cases_per_batch]
-        lists = ranker.rank([case.history for case in batch], max(ks), exclude_seen, [case.times for case in batch])
+        lists = ranker.rank([case.history for case in batch], max(ks), exclude_seen, [case.times for case in batch], [case.actions for case in batch])
         metrics.add(lists, [case.targets for case in batch], [case.history for case in batch])
         tick(begin + len(batch), len(ordered))
     return metrics.result()

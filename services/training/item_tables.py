@@ -55,11 +55,11 @@ def item_tables(dataset: Dataset, counts_N: Tensor, config: TrainConfig, world: 
     rows = ItemRows.of(config.growth, dataset.item_ids, counts_N.numpy(), admitted)
     places_N = None if rows.plain else torch.from_numpy(rows.rows_N)
     row_of: Callable[[], Mapping[Any, int]] = lambda: dict(zip(dataset.item_ids, rows.rows_N.tolist(), strict=True))  # noqa: E731
-    items = _table(rows.num_rows, config, world, seed, places_N, lambda: known.items(row_of(), bool(config.features)) if known is not None else iter(()))
+    items = _table(rows.num_rows, config, world, seed, places_N, lambda: known.items(row_of(), bool(config.item_features)) if known is not None else iter(()))
     figures = rows.figures(counts_N.numpy())
-    if not config.features:
+    if not config.item_features:
         return ItemTables(rows, items, None, figures)
-    features = ItemFeatures.of(dataset.item_table, config.features)
+    features = ItemFeatures.of(dataset.item_table, config.item_features)
     of_value = {name: row for row, name in enumerate(features.names_V)}
     table = _table(len(of_value), config, world, seed + _FEATURE_SEED, None, lambda: known.features(of_value) if known is not None else iter(()))
     return ItemTables(rows, items, FeatureTable(features, table), figures | {"feature_rows": len(of_value)})

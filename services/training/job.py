@@ -29,11 +29,12 @@ from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
-from semantide.shared.allocator import keep_freed_memory
+from semantide.shared.allocator import keep_freed_memory, peak_memory_bytes
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
+from semantide.shared.event_actions import EventActions
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
@@ -48,6 +49,7 @@ from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
+_COMPARED = ("baseline", "retriever", "model")  # inputs of an evaluation
 _CASES = 1024  # users whose lists a validation makes at a time
 _TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
@@ -130,8 +132,9 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
             heartbeat.beat()
         job.check_cancelled()
 
-    built = _assemble(config, dataset, catalog, job, world, check)
-    valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed)
+    events = EventActions.load(job.store.get(_input(job, "dataset"))) if "actions" in config.features else None
+    built = _assemble(config, dataset, catalog, job, world, check, events)
+    valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed, None if events is None else events.numbers_E)
 
     def tick(done: int, total: int) -> None:
         check()
@@ -169,7 +172,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
         (folder / "training.json").write_text(json.dumps(curves))
         return job.store.put("models", folder, config=asdict(config), inputs=job.spec.inputs, seed=job.spec.seed)
 
-    listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: _memory_bytes(world.device))
+    listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: peak_memory_bytes(world.device))
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     publication = None
@@ -233,13 +236,15 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     """
     config = EvaluateConfig.of(dict(job.spec.config))
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
-    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed)
+    looks = any("actions" in _card(job, job.spec.inputs[name]).get("config", {}).get("features", ()) for name in _COMPARED if name in job.spec.inputs)
+    events = EventActions.load(job.store.get(_input(job, "dataset"))) if looks else None
+    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E)
     if not cases:
         raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
     rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
-    for name in ("baseline", "retriever", "model"):
+    for name in _COMPARED:
         if name in job.spec.inputs:
-            label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width)
+            label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, events=events)
             rankers[label if label not in rankers else f"{label} ({name})"] = ranker
             if config.weights != "float32" and label == "generator":
                 rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights)[1]
@@ -273,10 +278,11 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     return JobOutcome({}, result)
 
 
-def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, weights: Weights = "float32") -> tuple[str, Ranker]:
+def load_ranker(
+    job: JobContext, dataset: Dataset, ref: str, beam_width: int, weights: Weights = "float32", events: EventActions | None = None
+) -> tuple[str, Ranker]:
     """A stored model as a ranker of the data set's items, and its name; ``weights`` is the form that a generator's layers are kept in."""
-    folder = job.store.get(ref)
-    card = json.loads((folder / "semantide.json").read_text())
+    folder, card = job.store.get(ref), _card(job, ref)
     if card["model_type"] == "sasrec":
         items = json.loads((folder / "items.json").read_text())
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
@@ -285,7 +291,8 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
         known = TableSnapshot.load(job.store.get, ref)
         rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set")
         retriever = Retriever.from_pretrained(folder).to(_device())
-        return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"])
+        actions = None if events is None else events.among(retriever.config.actions)
+        return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"], model_actions=actions)
     catalog_ref = job.spec.inputs.get("catalog") or card["catalog"]
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
@@ -294,12 +301,21 @@ def load_ranker(job: JobContext, dataset: Dataset, ref: str, beam_width: int, we
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
-def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, beat: Callable[[], None]) -> _Built:
+def _assemble(
+    config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, beat: Callable[[], None], events: EventActions | None
+) -> _Built:
     device = world.device
     if config.model_type == "retriever":
         before = _checkpoint_folder(job, config.checkpoint) if config.checkpoint else None
         retriever, objective, exact, tables = assemble(
-            config, dataset, world, job.spec.seed, lambda counts_N: _negatives(config, dataset, counts_N, job, world.leads), before=before, beat=beat
+            config,
+            dataset,
+            world,
+            job.spec.seed,
+            lambda counts_N: _negatives(config, dataset, counts_N, job, world.leads),
+            before=before,
+            events=events,
+            beat=beat,
         )
         return _Built(retriever, objective, exact, tables)
     if catalog is None:
@@ -373,15 +389,9 @@ def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if short else torch.float32
 
 
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _card(job: JobContext, ref: str) -> dict[str, Any]:
+    card: dict[str, Any] = json.loads((job.store.get(ref) / "semantide.json").read_text())
+    return card
 
 
 def _input(job: JobContext, name: str) -> str:

@@ -35,9 +35,10 @@ _HISTORIES, _ITEMS = 64, 1 << 14  # at a time: histories that the retriever read
 class Ranker(Protocol):
     """Ranks items after each history."""
 
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """Rows of the n best items of each history [R, n], best first, -1 where a list ends early.
 
+        ``actions``: the data set's number of each event's action; nothing where they are not known.
         Units: ``times`` of each history's events, seconds; nothing where they are not known.
         """
         ...
@@ -49,7 +50,7 @@ class PopularityRanker:
     def __init__(self, popularity: Popularity) -> None:
         self._ranking = popularity.ranking()
 
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
         lists = np.full((len(histories), n), -1, dtype=np.int64)
         for request, history in enumerate(histories):
@@ -72,7 +73,7 @@ class SASRecRanker:
         self._rows_N = torch.from_numpy(model_rows).to(self._device)
 
     @torch.inference_mode()
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
         packed = Jagged.from_sequences(np.concatenate([[-1], self._rows[history[-self._max_items :]]]) for history in histories).to(self._device)
         hidden_RD = self._model.eval()(packed.values, packed.offsets_B1)[packed.last_rows_B()]
@@ -82,7 +83,7 @@ class SASRecRanker:
 class RetrieverRanker:
     """Exact scores of every item from its vector, some items at a time: the table is never in one place, and neither are all scores.
 
-    ``read`` gives vectors of some of the model's items; ``model_rows`` [N] is the model's row of each item of the data set. Where reading is a talk with other ranks,
+    ``read`` gives vectors of some of the model's items; ``model_rows`` [N] is the model's row of each item of the data set, ``model_actions`` the model's number of each of its actions. Where reading is a talk with other ranks,
     these rank at the same time, as often (``rank`` of no histories included), and ``agree`` gives all of them the largest of their numbers.
     """
 
@@ -93,17 +94,18 @@ class RetrieverRanker:
         model_rows: IntArray,
         max_items: int,
         *,
+        model_actions: Rows | None = None,
         agree: Callable[[int], int] = lambda number: number,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._read, self._max_items = model, read, min(max_items, model.config.max_items)
-        self._rows, self._agree, self._beat = model_rows, agree, beat
+        self._rows, self._actions, self._agree, self._beat = model_rows, model_actions, agree, beat
 
     @torch.inference_mode()
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
         model, num_items = self._model, len(self._rows)
-        states_RD = self._states(histories, times)
+        states_RD = self._states(histories, times, actions)
         best = torch.full((len(histories), 0), -torch.inf, device=states_RD.device), torch.zeros(len(histories), 0, dtype=torch.int64, device=states_RD.device)
         for begin in range(0, num_items, _ITEMS):
             self._beat()
@@ -121,11 +123,13 @@ class RetrieverRanker:
         lists[:, : best[1].shape[1]] = best[1].masked_fill(best[0] == -torch.inf, -1).cpu().numpy()
         return lists
 
-    def _states(self, histories: Sequence[Rows], times: Sequence[Rows | None]) -> Tensor:
+    def _states(self, histories: Sequence[Rows], times: Sequence[Rows | None], actions: Sequence[Rows | None]) -> Tensor:
         parts = []
         for part in range(self._agree(-(-len(histories) // _HISTORIES))):
             some = slice(part * _HISTORIES, (part + 1) * _HISTORIES)
-            parts.append(states(self._model, [self._rows[history] for history in histories[some]], times[some], self._read, self._max_items))
+            rows = [self._rows[history] for history in histories[some]]
+            done = [None if own is None or self._actions is None else self._actions[own] for own in actions[some]]
+            parts.append(states(self._model, rows, times[some], self._read, self._max_items, done))
             self._beat()
         return torch.cat(parts) if parts else torch.zeros(0, self._model.config.hidden_size, device=self._model.begin.device)
 
@@ -157,7 +161,7 @@ class GeneratorRanker:
         self._mask = self._trie.prefix_counts(self._item_of >= 0)
         self._everything = bool((self._item_of >= 0).all())
 
-    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = ()) -> IntArray:
+    def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``; the search keeps at least n beams. Of a long history the model reads what serving has it read."""
         rows_R = [self._catalog_rows[np.asarray(history, dtype=np.int64)] for history in histories]
         prompts = Jagged.from_sequences(self._vocabulary.history_tokens(self._item_tokens_NL[history_window(rows, self._max_items)]) for rows in rows_R)

@@ -107,7 +107,8 @@ class TrainConfig:
     growth: TableGrowth = field(default_factory=TableGrowth)
     """Retriever: how many rows the item table has, and which of them an item gets that was not seen before."""
     features: tuple[str, ...] = ()
-    """Retriever: what items have in common and learn together: ``categories``, ``attributes.NAME``. An item's vector is its row's plus the mean of theirs."""
+    """Retriever: what items have in common and learn together: ``categories``, ``attributes.NAME``; an item's vector is its row's plus the mean of theirs. And ``actions``:
+    what was done with an item of the history adds a vector to it there."""
     publish_every: int = 0
     """Retriever: steps from one publication of the table to the next, the first after ``warmup_steps``; with ``promote`` serving answers with it while training goes on. 0: none."""
     muon_rate: float = 0.0
@@ -142,6 +143,11 @@ class TrainConfig:
     """Steps from one row of live metrics to the next."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of activations; ``auto``: bfloat16 where the device is built for it, which no CPU counts as."""
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """Those of ``features`` that items have, whatever is done with them."""
+        return tuple(name for name in self.features if name != "actions")
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -324,7 +330,7 @@ def overridden(config: C, changes: Mapping[str, Any], path: str) -> C:
     values: dict[str, Any] = {}
     for name, value in changes.items():
         where = f"{path}{name}"
-        if name not in known or name in ("recipe", "level_sizes", "num_items", "vocab_size", "layout"):
+        if name not in known or name in ("recipe", "level_sizes", "num_items", "vocab_size", "layout", "actions"):
             raise ValueError(f"config field {where!r} is unknown or not to be set: known are {', '.join(path + n for n in known)}")
         default = known[name]
         if is_dataclass(default):

@@ -50,10 +50,12 @@ class NextItemSampled:
         config: TrainConfig,
         negatives: BatchNegatives | None = None,
         featured: FeatureTable | None = None,
+        actions_E: Tensor | None = None,
     ) -> None:
+        """``actions_E``: the model's number of what was done in each training event, where it has vectors for actions."""
         self.model, self.tokens_per_item = model, 1
         self.tables: Mapping[str, Any] = {ITEMS: table} if featured is None else {ITEMS: table, FEATURES: featured.table}
-        self._features = None if featured is None else featured.features
+        self._features, self._actions_E = None if featured is None else featured.features, actions_E
         self._num_items, self._config = len(counts_N), config
         self._negatives = negatives or BatchNegatives.of(config, counts_N.numpy())
         hard = config.negatives
@@ -135,5 +137,8 @@ class NextItemSampled:
         begins_T[firsts_B] = True
         times_T = batch.times_T.roll(1)
         times_T[firsts_B] = batch.times_T[firsts_B]  # the begin row happens with the first event
-        hidden_TD: Tensor = self.model(F.embedding(inputs_T, vectors_UD), begins_T, items.offsets_B1, times_T)
+        actions_T = None
+        if self._actions_E is not None and batch.events_T is not None:
+            actions_T = shifted(self._actions_E[batch.events_T.cpu()].long().to(inputs_T.device), items.offsets_B1, 0)
+        hidden_TD: Tensor = self.model(F.embedding(inputs_T, vectors_UD), begins_T, items.offsets_B1, times_T, actions_T)
         return hidden_TD

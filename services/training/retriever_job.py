@@ -21,6 +21,7 @@ from semantide.services.training.world import World
 from semantide.shared.contracts import TablePublished
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import Conflict
+from semantide.shared.event_actions import EventActions, of_training
 from semantide.shared.jobs import JobContext
 from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.negative_sampling import Rows
@@ -36,16 +37,20 @@ def assemble(
     negatives: Callable[[Rows], BatchNegatives],
     *,
     before: Path | None = None,
+    events: EventActions | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[Retriever, NextItemSampled, RetrieverRanker, ItemTables]:
-    """A retriever with its tables, new or going on from the one in the folder ``before``. All ranks call this.
+    """A retriever with its tables, new or going on from the one in the folder ``before``; with ``events`` it looks at what was done. All ranks call this.
 
     Raises: Conflict for an earlier one of another shape.
     """
-    shape = replace(config.retriever, max_items=config.max_items)
+    earlier = None if before is None else Retriever.from_pretrained(before)
+    names = () if events is None else tuple(sorted(events.names)) if earlier is None else earlier.config.actions
+    shape = replace(config.retriever, max_items=config.max_items, actions=names)
     retriever = Retriever(shape)
-    if before is not None:
-        earlier = Retriever.from_pretrained(before)
+    if earlier is not None:
+        if events is not None and not names:
+            raise Conflict(f"checkpoint {config.checkpoint} has no vectors for actions: leave `actions` out of features, or begin anew")
         # Dropout may be another; what decides the tensors may not.
         if replace(shape, dropout=earlier.config.dropout, embedding_dropout=earlier.config.embedding_dropout) != earlier.config:
             raise Conflict(
@@ -55,12 +60,15 @@ def assemble(
     retriever = retriever.to(world.device)
     counts_N = torch.bincount(torch.from_numpy(np.concatenate([*dataset.train_histories()]).astype(np.int64)), minlength=len(dataset.item_ids))
     tables = item_tables(dataset, counts_N, config, world, seed, before)
-    objective = NextItemSampled(retriever, tables.items, counts_N, config, negatives(counts_N.numpy()), tables.featured)
+    model_actions = None if events is None else events.among(names)
+    actions_E = None if events is None or model_actions is None else torch.from_numpy(model_actions[of_training(dataset, events.numbers_E)])
+    objective = NextItemSampled(retriever, tables.items, counts_N, config, negatives(counts_N.numpy()), tables.featured, actions_E)
 
     def agree(number: int) -> int:
         return max(map(int, world.gather_json(number)))
 
-    ranker = RetrieverRanker(retriever, objective.read, np.arange(len(dataset.item_ids)), config.max_items, agree=agree, beat=beat)
+    rows = np.arange(len(dataset.item_ids))
+    ranker = RetrieverRanker(retriever, objective.read, rows, config.max_items, model_actions=model_actions, agree=agree, beat=beat)
     return retriever, objective, ranker, tables
 
 
@@ -102,6 +110,10 @@ def publication_of(
         folder = job.store.get(config.checkpoint)
         earlier = json.loads((folder / "semantide.json").read_text())["config"]
         # Where rows are shared, or features join in, vectors may change without a step.
-        if config.growth.rows == "own" == earlier.get("growth", {}).get("rows", "own") and not config.features and not earlier.get("features"):
+        if (
+            config.growth.rows == "own" == earlier.get("growth", {}).get("rows", "own")
+            and not config.item_features
+            and not {*earlier.get("features", ())} - {"actions"}
+        ):
             begun, items = Link(config.checkpoint), ItemVectors.load(folder).item_ids
     return Publication(world, objective, item_ids, job.workdir / "link", base, store, begun=begun, begun_items=items)

@@ -47,6 +47,7 @@ class ShardedTable:
     def __init__(self, share: Any, num_rows: int, shards: World, places_N: Tensor | None = None) -> None:
         self.share, self.num_rows, self.shards, self.places_N = share, num_rows, shards, places_N
         self._ids, self._vectors, self._gradients = shards.channel(), shards.channel(), shards.channel()
+        self._reads = shards.channel()  # ids of later batches are on their way while somebody reads
 
     def route(self, ids_T: Tensor) -> ShardedRoute:
         """Find each id's owner and tell it.
@@ -54,16 +55,16 @@ class ShardedTable:
         Raises: ValueError for an id outside the table, before anything is sent.
         """
         ids_U, inverse_T = unique_ids(placed(ids_T, self.places_N), self.num_rows)
-        order_U, asked_of, asked = self._asked(ids_U)
+        order_U, asked_of, asked = self._asked(ids_U, self._ids)
         return ShardedRoute(ids_U, inverse_T, order_U, asked_of, tuple(len(rows) for rows in asked), self.share.route(torch.cat(asked).long()))
 
-    def _asked(self, ids_U: Tensor) -> tuple[Tensor, tuple[int, ...], list[Tensor]]:
+    def _asked(self, ids_U: Tensor, channel: World) -> tuple[Tensor, tuple[int, ...], list[Tensor]]:
         """The order that sorts ids by owner, how many each has, and the rows that each rank asks of this one."""
         owner_U = ids_U % self.shards.size
         order_U = owner_U.argsort(stable=True)
         asked_of = torch.bincount(owner_U, minlength=self.shards.size).tolist()
         rows_U = (ids_U // self.shards.size)[order_U].to(index_type(self.num_rows))
-        return order_U, tuple(asked_of), self._ids.all_to_all(rows_U.split(asked_of))
+        return order_U, tuple(asked_of), channel.all_to_all(rows_U.split(asked_of))
 
     def fetch(self, route: ShardedRoute) -> Tensor:
         """The vectors [U, D] of the route's unique ids, from their owners."""
@@ -87,9 +88,9 @@ class ShardedTable:
     def read(self, ids_T: Tensor) -> Tensor:
         """The vectors [T, D] of some rows from their owners in this group, whose copies ``settle`` has made whole; nothing about the table changes."""
         ids_U, inverse_T = unique_ids(placed(ids_T, self.places_N), self.num_rows)
-        order_U, asked_of, asked = self._asked(ids_U)
+        order_U, asked_of, asked = self._asked(ids_U, self._reads)
         answers_AD = self.share.read(torch.cat(asked).long())
-        got = self._vectors.all_to_all(answers_AD.split([len(rows) for rows in asked]), asked_of)
+        got = self._reads.all_to_all(answers_AD.split([len(rows) for rows in asked]), asked_of)
         vectors_UD: Tensor = answers_AD.new_empty(len(ids_U), answers_AD.shape[1])
         vectors_UD[order_U.to(vectors_UD.device)] = torch.cat(got)
         return vectors_UD[inverse_T.to(vectors_UD.device)]
@@ -111,7 +112,7 @@ class ShardedTable:
 
     def traffic(self) -> dict[str, Traffic]:
         """What went over the wire, by what it was."""
-        own = {"ids": self._ids.traffic, "vectors": self._vectors.traffic, "gradients": self._gradients.traffic}
+        own = {"ids": self._ids.traffic, "vectors": self._vectors.traffic, "gradients": self._gradients.traffic, "reads": self._reads.traffic}
         return own if isinstance(self.share, LocalTable) else own | self.share.traffic()
 
 

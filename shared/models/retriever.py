@@ -57,6 +57,8 @@ class RetrieverConfig:
     """Whether items are ranked by the cosine over ``temperature``, or by the plain product."""
     temperature: float = 0.05
     initializer_range: float = 0.02
+    actions: tuple[str, ...] = ()
+    """Actions that have a vector, which is added to that of the item they were done with. Empty: what was done makes no difference."""
 
     def __post_init__(self) -> None:
         for name, choices in (("layer", ("hstu", "fuxi")), ("places", ("start", "end", "none"))):
@@ -150,6 +152,8 @@ class Retriever(nn.Module):
         self.config = config
         self.begin = nn.Parameter(torch.zeros(config.hidden_size))
         self.places = nn.Embedding(config.max_items + 1, config.hidden_size) if config.places != "none" else None
+        # Number 0 is an action that is not known, and adds nothing.
+        self.actions = nn.Embedding(len(config.actions) + 1, config.hidden_size, padding_idx=0) if config.actions else None
         layer = HSTULayer if config.layer == "hstu" else FuXiLayer
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6) if config.layer == "hstu" else nn.RMSNorm(config.hidden_size, eps=1e-6)
@@ -159,11 +163,14 @@ class Retriever(nn.Module):
                     parameter.normal_(std=config.initializer_range)
                 elif name.endswith("bias"):
                     parameter.zero_()
+            if self.actions is not None:
+                self.actions.weight[0] = 0.0
 
-    def forward(self, vectors_TD: Tensor, begins_T: Tensor, offsets_B1: Tensor, times_T: Tensor) -> Tensor:
+    def forward(self, vectors_TD: Tensor, begins_T: Tensor, offsets_B1: Tensor, times_T: Tensor, actions_T: Tensor | None = None) -> Tensor:
         """States of packed histories, each with a first place that ``begins_T`` marks, whose own vector does not count.
 
-        Shapes: [T, D], [T] bool, [B + 1], [T] int64 -> [T, D].
+        ``actions_T`` numbers what was done, as ``action_numbers``; None where it is not known.
+        Shapes: [T, D], [T] bool, [B + 1], [T] int64, [T] int64 -> [T, D].
         Units: ``times_T`` seconds; all 0 where they are not known.
         Raises: ValueError for a history longer than ``max_items``.
         """
@@ -172,6 +179,8 @@ class Retriever(nn.Module):
         if len(lengths_B) and int(lengths_B.max()) > config.max_items + 1:
             raise ValueError(f"a history of {int(lengths_B.max()) - 1} items: cut it to the last {config.max_items}")
         places_T = torch.arange(len(vectors_TD), device=vectors_TD.device) - offsets_B1[:-1].repeat_interleave(lengths_B)
+        if self.actions is not None and actions_T is not None:
+            vectors_TD = vectors_TD + self.actions(actions_T)
         x_TD = torch.where(begins_T.unsqueeze(-1), self.begin.to(vectors_TD.dtype), vectors_TD) * config.input_scale
         if self.places is not None:
             from_end_T = lengths_B.repeat_interleave(lengths_B) - 1 - places_T
@@ -182,6 +191,11 @@ class Retriever(nn.Module):
             x_TD = layer(x_TD, offsets_B1, times_T, share_T1)
         hidden_TD: Tensor = self.norm(x_TD)
         return self.scored(hidden_TD)
+
+    def action_numbers(self, actions: Iterable[str]) -> list[int]:
+        """Number of each action; 0 for one without a vector."""
+        numbers = {action: number for number, action in enumerate(self.config.actions, 1)}
+        return [numbers.get(action, 0) for action in actions]
 
     def scored(self, vectors: Tensor) -> Tensor:
         """States or item vectors in the form whose product over the temperature ranks: [..., D] -> the same."""
@@ -225,7 +239,8 @@ class Retriever(nn.Module):
         if header.get("model_type") != "retriever":
             raise Conflict(f"{folder}: model_type is {header.get('model_type')!r}, not 'retriever'")
         try:
-            model = cls(RetrieverConfig(**{field.name: header[field.name] for field in fields(RetrieverConfig)}))
+            shape = {field.name: header[field.name] for field in fields(RetrieverConfig) if field.name != "actions"}
+            model = cls(RetrieverConfig(**shape, actions=tuple(header.get("actions", ()))))
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"{folder}/config.json: {error}: a field is missing or out of range; copy the model folder again") from error
         fill(model, read_weights(folder), folder)

@@ -21,9 +21,12 @@ Read = Callable[[Tensor], Tensor]
 
 
 @torch.inference_mode()
-def states(model: Retriever, histories: Sequence[Rows], times: Sequence[Rows | None], read: Read, max_items: int) -> Tensor:
+def states(
+    model: Retriever, histories: Sequence[Rows], times: Sequence[Rows | None], read: Read, max_items: int, actions: Sequence[Rows | None] = ()
+) -> Tensor:
     """What the model makes of histories: [R, D], to be compared with ``model.scored`` vectors of items.
 
+    ``actions``: the model's number of each event's action; nothing where they are not known.
     Units: ``times`` of each history's events, seconds; nothing where they are not known.
     """
     device = model.begin.device
@@ -43,8 +46,12 @@ def states(model: Retriever, histories: Sequence[Rows], times: Sequence[Rows | N
     if not histories:
         return vectors_TD.to(device)
     times_T = torch.from_numpy(np.concatenate(seen).astype(np.int64)).to(device)
+    actions_T = None
+    if model.actions is not None and actions:
+        done = [np.zeros(len(taken), dtype=np.int64) if own is None else own[len(own) - len(taken) :] for taken, own in zip(rows, actions, strict=True)]
+        actions_T = torch.from_numpy(np.concatenate([np.concatenate([[0], own]) for own in done]).astype(np.int64)).to(device)
     packed = packed.to(device)
-    hidden_RD: Tensor = model.eval()(vectors_TD.to(device), begins_T.to(device), packed.offsets_B1, times_T)[packed.last_rows_B()]
+    hidden_RD: Tensor = model.eval()(vectors_TD.to(device), begins_T.to(device), packed.offsets_B1, times_T, actions_T)[packed.last_rows_B()]
     return hidden_RD
 
 
@@ -55,12 +62,13 @@ class ExactSearch:
         self._model, self._vectors_of, self._max_items = model, vectors_of, min(max_items, model.config.max_items)
 
     @torch.inference_mode()
-    def scores(self, histories: Sequence[Rows], times: Sequence[Rows | None] = ()) -> Tensor:
+    def scores(self, histories: Sequence[Rows], times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> Tensor:
         """Log-probabilities over all items but for the normaliser, which does not change an order: [R, V] float32.
 
+        ``actions`` as in ``states``.
         Units: ``times`` of each history's events, seconds; nothing where they are not known.
         """
         model, vectors_VD = self._model, self._vectors_of()
-        hidden_RD = states(model, histories, times, lambda rows_T: vectors_VD[rows_T.to(vectors_VD.device)], self._max_items)
+        hidden_RD = states(model, histories, times, lambda rows_T: vectors_VD[rows_T.to(vectors_VD.device)], self._max_items, actions)
         scores_RV: Tensor = (hidden_RD @ model.scored(vectors_VD.to(hidden_RD.device)).T).float() / model.temperature
         return scores_RV

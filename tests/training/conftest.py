@@ -33,6 +33,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def write_dataset(folder: Path, num_users: int = NUM_USERS, num_items: int = NUM_ITEMS) -> Path:
     rng = np.random.default_rng(4)
     histories = [(rng.integers(num_items) + np.cumsum(rng.integers(1, 3, rng.integers(3, 12)))) % num_items for _ in range(num_users)]
+    actions = [[("click", "like")[int(step) % 2] for step in history] for history in histories]
     folder.mkdir(parents=True)
     items = [f"item-{row}" for row in range(num_items)]
     pq.write_table(pa.table({"item": items, "count": [1] * num_items, "title": items}), folder / "items.parquet")
@@ -41,6 +42,7 @@ def write_dataset(folder: Path, num_users: int = NUM_USERS, num_items: int = NUM
             "user": [f"user-{row}" for row in range(num_users)],
             "items": pa.array([history.tolist() for history in histories], pa.list_(pa.int32())),
             "times": pa.array([list(range(len(history))) for history in histories], pa.list_(pa.int64())),
+            "actions": pa.array(actions, pa.list_(pa.string())),
             "train_end": pa.array([len(history) - 2 for history in histories], pa.int32()),
             "valid_end": pa.array([len(history) - 1 for history in histories], pa.int32()),
         }),

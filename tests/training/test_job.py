@@ -103,7 +103,9 @@ def test_a_retriever_is_trained_without_a_catalog_measured_beside_the_others_and
     folder = store.get(retriever)
     assert json.loads((folder / "semantide.json").read_text())["model_type"] == "retriever"
     assert ItemVectors.load(folder).item_ids == tuple(f"item-{row}" for row in range(60))
-    fuxi = run(make_job("train", recipe="fuxi-tiny", config=config, inputs={"dataset": inputs["dataset"]})).artifacts["model"]
+    looking = {**config, "features": ["actions"]}
+    fuxi = run(make_job("train", recipe="fuxi-tiny", config=looking, inputs={"dataset": inputs["dataset"]})).artifacts["model"]
+    assert json.loads((store.get(fuxi) / "config.json").read_text())["actions"] == ["click", "like"]
     result = run(make_job("evaluate", config={"ks": [10]}, inputs={"dataset": inputs["dataset"], "retriever": retriever, "model": fuxi})).result
     recall = {row["model"]: row["metrics"]["recall@10"] for row in result["rows"] if not row["exclude_seen"]}
     assert list(recall) == ["popularity", "retriever", "retriever (model)"]

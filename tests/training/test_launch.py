@@ -12,6 +12,7 @@ from semantide.shared.contracts import ENDED, JobSpec
 from semantide.shared.errors import BadData, PermanentError
 from semantide.shared.job_runner import JobRunner
 from semantide.shared.jobs import JobContext, Jobs
+from semantide.shared.table_snapshots import TableSnapshot
 
 
 def shell(text: str) -> list[str]:
@@ -53,15 +54,19 @@ def test_a_wrong_number_of_processes_is_bad_data(make_job: Callable[..., JobCont
             run(make_job("train", recipe="tiny", config={"processes": wrong}, inputs=inputs))
 
 
+TABLES = {"table_group": 1, "growth": {"rows": "admission", "shared_rows": 8, "admit_events": 6}, "publish_every": 2, "warmup_steps": 2, "num_negatives": 8}
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("tiny", {}), ("retriever-tiny", TABLES)])
 def test_two_processes_train_and_store_one_model(
-    make_room: Any, inputs: dict[str, str], store: ArtifactStore, settings: Any, monkeypatch: pytest.MonkeyPatch
+    make_room: Any, inputs: dict[str, str], store: ArtifactStore, settings: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, more: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("SEMANTIDE_DATA_DIR", str(settings.data_dir))
     monkeypatch.setenv("SEMANTIDE_REDIS_URL", settings.redis_url)
     room = make_room("training")
     jobs, runner = Jobs(room.broker), JobRunner(room)
-    config = {"epochs": 2, "items_per_batch": 128, "log_every": 1, "processes": 2}
-    job = jobs.submit(JobSpec(kind="train", recipe="tiny", config=config, inputs=inputs))
+    config = {"epochs": 2, "items_per_batch": 128, "log_every": 1, "processes": 2, **more}
+    job = jobs.submit(JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs))
     runner.start()
     try:
         wait_for(jobs, job.id)
@@ -72,6 +77,10 @@ def test_two_processes_train_and_store_one_model(
         assert any("imbalance" in row for row in rows) and any("valid_ndcg@10" in row for row in rows)
         assert {row["step"] for row in rows} == set(range(1, record.result["steps"] + 1))
         assert not (settings.data_dir / "jobs" / job.id / "ranks").exists()
+        if more:
+            assert any(row.get("wire_replica_vectors", 0) > 0 for row in rows) and record.result["table"]["own_rows"] > 0
+            links = {ref for ref in store.list("snapshots") for _ in [TableSnapshot.load(store.get, ref)]}
+            assert len(links) == record.result["steps"] // 2 - 1, "every link leads to the table that it was written for"
     finally:
         runner.stop()
 

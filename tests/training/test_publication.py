@@ -38,7 +38,7 @@ from .test_item_tables import configured, objective_of, with_features
 MakeJob = Callable[..., JobContext]
 CONFIG = {
     "epochs": 2, "evaluate_every": 2, "items_per_batch": 64, "warmup_steps": 3, "learning_rate": 1e-2, "num_negatives": 8, "staleness": 1, "sync_steps": 4,
-    "publish_every": 2, "promote": True, "log_every": 2,
+    "publish_every": 2, "promote": True, "log_every": 2, "features": ["actions"],
 }  # fmt: skip
 
 
@@ -77,6 +77,12 @@ def test_serving_answers_with_the_newest_rows_of_a_run_bit_for_bit(
     whole = LoadedRetriever.load(store, model)
     assert torch.equal(watch.current.table.vectors_ND, whole.table.vectors_ND) and watch.current.item_ids == whole.item_ids
     assert answers(watch.current) == answers(whole)
+
+    # What was done with an item counts, as it did in training; of what is not known nothing is made.
+    def first(action: str) -> Any:
+        return whole.answer(Asking([("item-3", action, 0)], 1), {"click": 1.0, "like": 1.0, "other": 1.0}, SimpleNamespace(items=frozenset())).hits  # type: ignore[arg-type]
+
+    assert len({first("click"), first("like"), first("other")}) == 3
     # A process that comes late reads the whole chain, and an older message changes nothing.
     late = RetrieverWatch(registry, store)
     late.poll()

@@ -56,6 +56,26 @@ def test_with_all_items_it_is_the_cross_entropy_of_each_next_item() -> None:
     assert sums.counts_K.tolist() == [4]
 
 
+def test_what_was_done_counts_in_ranking_as_it_does_in_training() -> None:
+    torch.manual_seed(0)
+    config = replace(recipe("retriever-tiny"), max_items=12, num_negatives=0)
+    model = Retriever(replace(SHAPE, actions=("click", "like")))
+    assert not bool(model.actions.weight[0].any()) and model.action_numbers(["like", "hate", "click"]) == [2, 0, 1]
+    torch.nn.init.normal_(model.actions.weight[1:])
+    done = torch.tensor([1, 2, 0, 2, 1], dtype=torch.int16)
+    objective = NextItemSampled(model.eval(), LocalTable(NUM_ITEMS, 16), COUNTS, config, actions_E=done)
+    items = Jagged.from_sequences([[7], [3, 5, 11]])
+    batch = HistoryBatch(items, torch.arange(4) * 60, torch.arange(2), torch.tensor([4, 1, 2, 3]))
+    search = ExactSearch(model, lambda: objective.tables[ITEMS].weight_ND, 12)
+    expected = 0.0
+    for history, actions, moments, target in (([], [], [], 7), ([], [], [], 3), ([3], [2], [60], 5), ([3, 5], [2, 0], [60, 120], 11)):
+        scores = search.scores([np.array(history, dtype=np.int64)], [np.array(moments, dtype=np.int64)], [np.array(actions, dtype=np.int64)])
+        expected += float(F.cross_entropy(scores, torch.tensor([target])))
+    assert float(loss_of(objective, batch).total().detach()) == pytest.approx(expected / 4, rel=1e-4)
+    silent = NextItemSampled(model, objective.tables[ITEMS], COUNTS, config)
+    assert float(loss_of(silent, batch).total()) != pytest.approx(expected / 4, rel=1e-4)
+
+
 @pytest.mark.parametrize("scope", ["batch", "target"])
 @pytest.mark.parametrize("power", [0.0, 0.75])
 def test_sampled_losses_are_near_that_over_all_items(scope: str, power: float) -> None:
