@@ -62,7 +62,7 @@ def test_beams_come_from_before_the_event_and_from_its_own_user(store: ArtifactS
         assert row == (before[-1] if before else -1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 3)), max_size=30), st.integers(1, 500), st.integers(0, 2), st.integers(0, 2), st.integers(0, 2))
 def test_an_epoch_by_an_executor_is_its_shards_one_by_one(lengths: list[tuple[int, int]], part_events: int, seed: int, prefix: int, beams: int) -> None:
     """Whatever the parts, users with no training event, and users of several shards; and each shard is what all events together give."""

@@ -135,7 +135,7 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
     assert np.allclose(found, expected, atol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 6), max_size=12), max_size=12), st.integers(0, 2), st.integers(1, 9), st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     st.integers(1, 60),
