@@ -33,5 +33,5 @@ class Ranks:
 
     def close(self) -> None:
         self._process.terminate()  # between two cases it has nothing to end
-        self._process.communicate(timeout=120)
+        self._process.communicate()
         self._errors.close()
