@@ -64,11 +64,11 @@ class Settings(BaseSettings):
     item_changes_seconds: float = Field(default=10.0, ge=0)
     """Least time between two tellings of changed items under steady change, each of which makes new catalogs; the first change after a rest is told at once, seconds."""
     data_executor: Literal["local", "ray"] = "local"
-    """Where data sets are made: in the job's own process, or on a Ray cluster (needs the ``[ray]`` extra there and here, and one ``data_dir`` for all)."""
+    """Where data sets are made, items' texts and pairs read for a catalog, and whole epochs of negatives drawn: in the job's own process, or on a Ray cluster (needs the ``[ray]`` extra there and here, and one ``data_dir`` for all)."""
     ray_address: str = ""
     """Address of the Ray cluster, such as ray://head:10001. Empty: Ray is started on this machine."""
     data_part_rows: int = Field(default=1_000_000, ge=1)
-    """Events that a worker holds at a time while a data set is made, rows."""
+    """Events, or pairs of items, that one part of such work has: what a worker holds at a time, rows."""
     session_gap_seconds: int = Field(default=1800, ge=1)
     """Silence that ends a session, seconds."""
     job_slots: int = Field(default=1, ge=1)

@@ -13,9 +13,11 @@ Legend: U users, E events.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from semantide.shared.executors import Piece, Steps, read
 
 Part = Literal["valid", "test"]
 
@@ -83,6 +87,17 @@ class Dataset:
         end = self.train_end[user] if part == "valid" else self.valid_end[user]
         return self.times[self.offsets[user] : self.offsets[user] + end]
 
+    def parts(self, steps: Steps, num_events: int) -> list[Sequence[Piece]]:
+        """Items and ends of the training parts for the steps of an executor, of stretches of users with about so many training events."""
+        stretches = _stretches(self.train_end, num_events)
+        shared = steps.share("histories", (self._histories(*users) for users in stretches)) if stretches else ()
+        return [[Piece(shared[0].path, part)] for part in range(len(stretches))]
+
+    def _histories(self, begin: int, end: int) -> pa.RecordBatch:
+        offsets = self.offsets[begin : end + 1]
+        items = pa.ListArray.from_arrays(pa.array(offsets - offsets[0], pa.int32()), pa.array(self.items[offsets[0] : offsets[-1]], pa.int32()))
+        return pa.record_batch({"items": items, "train_end": pa.array(self.train_end[begin:end], pa.int32())})
+
     def cases(self, part: Part) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """(user, history, targets) of every user that has something to predict in this part.
 
@@ -93,3 +108,33 @@ class Dataset:
             begin, end = (self.train_end[user], self.valid_end[user]) if part == "valid" else (self.valid_end[user], len(events))
             if 0 < begin < end:
                 yield user, events[:begin], events[begin:end]
+
+
+@dataclass(frozen=True)
+class StoredDataset:
+    """A data set whose histories stay where they are: what is in memory is its items."""
+
+    folder: Path
+
+    @cached_property
+    def item_table(self) -> pa.Table:
+        """The items."""
+        return pq.read_table(self.folder / "items.parquet").combine_chunks()
+
+    @cached_property
+    def item_ids(self) -> tuple[str, ...]:
+        """The items' ids."""
+        return tuple(self.item_table["item"].to_pylist())
+
+    def parts(self, steps: Steps, num_events: int) -> list[Sequence[Piece]]:
+        """See ``Dataset.parts``."""
+        path = self.folder / "users.parquet"
+        train_end = read([Piece(path, columns=("train_end",))])["train_end"].to_numpy()
+        return [[Piece(path, rows=users, columns=("items", "train_end"))] for users in _stretches(train_end, num_events)]
+
+
+def _stretches(train_end: npt.NDArray[np.int32], num_events: int) -> list[tuple[int, int]]:
+    """Users from one to before another, with about so many training events together."""
+    before = np.cumsum(train_end, dtype=np.int64) - train_end
+    begins = np.flatnonzero(np.diff(before // num_events, prepend=-1)).tolist()
+    return list(itertools.pairwise([*begins, len(train_end)]))

@@ -9,27 +9,31 @@ On a cluster every node needs this package and the same folder (a shared volume)
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from semantide.shared.errors import PermanentError
+from semantide.shared.errors import PermanentError, TransientError
 
-Output: TypeAlias = "pa.Table | Sequence[pa.RecordBatch]"
+Output: TypeAlias = "pa.Table | Iterable[pa.RecordBatch]"
 Tick = Callable[[int, int, str], None]
 
 
 class Piece(NamedTuple):
-    """A file, or one record batch of an Arrow file."""
+    """A file, one record batch of an Arrow file, or a stretch of rows of a Parquet file; of all columns or of some."""
 
     path: Path
     batch: int | None = None
+    rows: tuple[int, int] | None = None
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,9 @@ class Outcome:
         """The file of one table."""
         return self.folder / f"part-{part:06d}" / f"{name}.arrow"
 
-    def pieces(self, part: int, *names: str) -> dict[str, Sequence[Piece]]:
+    def pieces(self, part: int, *names: str, columns: tuple[str, ...] = ()) -> dict[str, Sequence[Piece]]:
         """Tables of one part as inputs of the next step."""
-        return {name: (Piece(self.path(part, name)),) for name in names}
+        return {name: (Piece(self.path(part, name), columns=columns),) for name in names}
 
     def tables(self, name: str) -> Iterator[pa.Table]:
         """One table of every part, in order; each is read when it is asked for."""
@@ -97,7 +101,7 @@ class RayExecutor:
     def run(self, step: Step, folder: Path, tick: Tick = lambda done, total, name: None) -> Outcome:
         """See ``Executor``.
 
-        Raises: PermanentError where Ray is not installed.
+        Raises: PermanentError where Ray is not installed, TransientError where it does not start or answer.
         """
         ray = _ray(self._address)
         total = len(step.parts)
@@ -107,6 +111,24 @@ class RayExecutor:
             for done, _ in enumerate(rows.map(_perform_row, fn_kwargs={"step": step, "folder": folder}).iter_rows(), start=1):
                 tick(done, total, step.name)
         return Outcome(folder / step.name, total)
+
+
+class Steps:
+    """Runs one step after another below one folder, and shares small tables between their parts."""
+
+    def __init__(self, executor: Executor, folder: Path, tick: Tick = lambda done, total, name: None) -> None:
+        self._executor, self._folder, self._tick = executor, folder, tick
+
+    def __call__(self, name: str, function: Callable[..., Mapping[str, Output]], parts: Sequence[Mapping[str, Sequence[Piece]]], **arguments: Any) -> Outcome:
+        """See ``Executor.run``."""
+        return self._executor.run(Step(name, function, parts, arguments), self._folder, self._tick)
+
+    def share(self, name: str, table: Output) -> Sequence[Piece]:
+        """A table that every part may be given, whole or one of its batches."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{name}.arrow"
+        _write(path, table)
+        return (Piece(path),)
 
 
 def executor(kind: str, ray_address: str = "") -> Executor:
@@ -142,16 +164,34 @@ def read(pieces: Sequence[Piece]) -> pa.Table:
 
 
 def _read(piece: Piece) -> pa.Table:
+    columns = list(piece.columns) or None
     if piece.path.suffix == ".parquet":
         with pq.ParquetFile(piece.path) as file:
-            return file.read()
-    with pa.OSFile(str(piece.path)) as source, pa.ipc.open_file(source) as reader:
-        return reader.read_all() if piece.batch is None else pa.Table.from_batches([reader.get_batch(piece.batch)])
+            return file.read(columns=columns) if piece.rows is None else _stretch(file, *piece.rows, columns)
+    options = pa.ipc.IpcReadOptions()
+    with pa.OSFile(str(piece.path)) as source:
+        if columns:
+            with pa.ipc.open_file(source) as reader:
+                options.included_fields = [reader.schema.get_field_index(name) for name in columns]
+        with pa.ipc.open_file(source, options=options) as reader:
+            return reader.read_all() if piece.batch is None else pa.Table.from_batches([reader.get_batch(piece.batch)])
+
+
+def _stretch(file: pq.ParquetFile, begin: int, end: int, columns: list[str] | None) -> pa.Table:
+    """Rows from ``begin`` to before ``end``; only their row groups are read."""
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+    groups = range(int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left")) + 1)
+    first = int(ends[groups.start - 1]) if groups.start else 0
+    return file.read_row_groups([group for group in groups if group < len(ends)], columns=columns).slice(begin - first, end - begin)
 
 
 def _write(path: Path, output: Output) -> None:
-    batches = output.combine_chunks().to_batches() if isinstance(output, pa.Table) else output
-    schema = output.schema if isinstance(output, pa.Table) else output[0].schema
+    if isinstance(output, pa.Table):
+        schema, batches = output.schema, iter(output.combine_chunks().to_batches())
+    else:
+        batches = iter(output)
+        first = next(batches)
+        schema, batches = first.schema, itertools.chain([first], batches)
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
         for batch in batches:
@@ -173,6 +213,11 @@ def _ray(address: str) -> Any:
             "the data executor is ray, and Ray is not installed: pip install 'semantide[ray]', or set SEMANTIDE_DATA_EXECUTOR=local"
         ) from error
     if not ray.is_initialized():
-        ray.init(address=address or None, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        try:
+            ray.init(address=address or None, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        except Exception as error:  # Ray has no class of its own for a start that takes longer than it waits
+            ray.shutdown()
+            where = f"the Ray cluster at {address} does not answer" if address else "Ray did not start on this machine"
+            raise TransientError(f"{where} ({error}): look at it, or set SEMANTIDE_DATA_EXECUTOR=local") from error
     ray.data.DataContext.get_current().enable_progress_bars = False
     return ray

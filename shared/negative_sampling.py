@@ -21,6 +21,8 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.integer]
 Negatives = npt.NDArray[np.int32]
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits spread: the high bits of a product depend on all of the key
+_MOST_HASH_BITS = 24
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,29 @@ class AliasTable:
             raise ValueError(f"{len(weights_N)} weights with sum {total}: give at least one positive weight and no negative one")
         self.probabilities_N = weights_N / total
         size = len(weights_N)
-        self._cut_N, self._other_N = np.ones(size), np.arange(size)
-        scaled = self.probabilities_N * size
-        small, large = list(np.flatnonzero(scaled < 1)), list(np.flatnonzero(scaled >= 1))
+        cut, other = [1.0] * size, list(range(size))
+        # Numbers of Python's own: a step on an array's elements takes several times as long.
+        scaled = (self.probabilities_N * size).tolist()
+        below = self.probabilities_N * size < 1
+        small, large = np.flatnonzero(below).tolist(), np.flatnonzero(~below).tolist()
         while small and large:
             low, high = small.pop(), large.pop()
-            self._cut_N[low], self._other_N[low] = scaled[low], high
+            cut[low], other[low] = scaled[low], high
             scaled[high] -= 1 - scaled[low]
             (small if scaled[high] < 1 else large).append(high)
+        self.cut_N, self.other_N = np.array(cut), np.array(other, dtype=np.int64)
+
+    @classmethod
+    def of(cls, probabilities_N: npt.NDArray[np.float64], cut_N: npt.NDArray[np.float64], other_N: IntArray) -> AliasTable:
+        """From the three arrays of one that was made before."""
+        made = cls.__new__(cls)
+        made.probabilities_N, made.cut_N, made.other_N = probabilities_N, cut_N, other_N
+        return made
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
         """Rows drawn with replacement."""
-        places = rng.integers(0, len(self._cut_N), count)
-        return np.where(rng.random(count) < self._cut_N[places], places, self._other_N[places])
+        places = rng.integers(0, len(self.cut_N), count)
+        return np.where(rng.random(count) < self.cut_N[places], places, self.other_N[places])
 
 
 class KnownPairs:
@@ -107,30 +119,42 @@ class KnownPairs:
     def __init__(self, users_K: Rows, rows_K: Rows, num_items: int) -> None:
         self._num_items = num_items
         self.keys_K = np.unique(np.asarray(users_K, dtype=np.int64) * num_items + np.asarray(rows_K, dtype=np.int64))
+        # Few of the rows that are asked for are known: a bit for each key's hash says of most that they are not, without a search.
+        self._shift = np.uint64(64 - min(4 + len(self.keys_K).bit_length(), _MOST_HASH_BITS))
+        self._maybe = np.zeros(1 << (64 - int(self._shift)), dtype=bool)
+        self._maybe[self._hash(self.keys_K)] = True
 
     def holds(self, users: Rows, rows: Rows) -> npt.NDArray[np.bool_]:
         """Where a row is known of a user; shapes broadcast."""
         keys = np.asarray(users, dtype=np.int64) * self._num_items + rows
-        if not len(self.keys_K):
-            return np.zeros(keys.shape, dtype=bool)
-        found = self.keys_K[np.minimum(np.searchsorted(self.keys_K, keys), len(self.keys_K) - 1)]
-        result: npt.NDArray[np.bool_] = found == keys
-        return result
+        known = self._maybe[self._hash(keys)]
+        places = np.nonzero(known)
+        asked = keys[places]
+        if len(asked):
+            known[places] = self.keys_K[np.minimum(np.searchsorted(self.keys_K, asked), len(self.keys_K) - 1)] == asked
+        return known
+
+    def _hash(self, keys: IntArray) -> npt.NDArray[np.uint64]:
+        hashed: npt.NDArray[np.uint64] = (keys.view(np.uint64) * _MULTIPLIER) >> self._shift
+        return hashed
 
 
 class NegativeSampler:
     """Draws a mixture of negatives for targets; all its randomness comes from the generator that it is given."""
 
-    def __init__(self, mix: NegativeMix, counts_N: Rows, codes_NL: Rows | None = None) -> None:
-        """``counts_N`` are training counts; ``codes_NL`` semantic ids in the same rows, a first code of -1 where there is none."""
+    def __init__(self, mix: NegativeMix, counts_N: Rows, codes_NL: Rows | None = None, popularity: AliasTable | None = None) -> None:
+        """``counts_N`` are training counts; ``codes_NL`` semantic ids in the same rows, a first code of -1 where there is none.
+
+        ``popularity`` is that of another sampler of the same counts and mixture: making it takes a moment for each million items.
+        """
         self.mix, self.num_items = mix, len(counts_N)
         if not self.num_items:
             raise ValueError("there are no items to draw negatives from")
         # An item that training never saw is still an item: it can be drawn as if seen once.
         weights_N = np.maximum(np.asarray(counts_N, dtype=np.float64), 1.0)
-        self._popularity = AliasTable(weights_N**mix.exponent)
-        self._drawn_N = torch.from_numpy(mix.popularity * self._popularity.probabilities_N + mix.uniform / self.num_items).float()
-        self._popular_N = torch.from_numpy(self._popularity.probabilities_N).float()
+        self.popularity = popularity or AliasTable(weights_N**mix.exponent)
+        self._drawn_N = torch.from_numpy(mix.popularity * self.popularity.probabilities_N + mix.uniform / self.num_items).float()
+        self._popular_N = torch.from_numpy(self.popularity.probabilities_N.astype(np.float32))
         self._in_data_N = torch.from_numpy(weights_N / weights_N.sum()).float()
         self._groups = None
         if mix.prefix:
@@ -153,7 +177,7 @@ class NegativeSampler:
         if mix.uniform:
             parts.append(rng.integers(0, self.num_items, (size, mix.uniform)))
         if mix.popularity:
-            parts.append(self._popularity.draw(size * mix.popularity, rng).reshape(size, mix.popularity))
+            parts.append(self.popularity.draw(size * mix.popularity, rng).reshape(size, mix.popularity))
         if self._groups is not None:
             parts.append(self._groups.draw(at_T, mix.prefix, rng))
         if mix.beams:
@@ -184,7 +208,7 @@ class NegativeSampler:
 
     def draw_shared(self, count: int, rng: np.random.Generator, targets_T: Rows | None = None) -> Negatives:
         """Negatives that all targets of a batch share [S]: drawn by popularity to the mixture's power, then, where they are given, the batch's own targets."""
-        rows = [self._popularity.draw(count, rng)]
+        rows = [self.popularity.draw(count, rng)]
         if targets_T is not None:
             rows.append(np.unique(targets_T))
         return np.concatenate(rows).astype(np.int32)

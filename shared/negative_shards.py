@@ -114,7 +114,7 @@ class NegativeShards:
         self._asked[epoch] = self._clock()
         if not self._leader:
             return
-        for number in range(self.source.events.num_shards):
+        for number in range(self.source.num_shards):
             try:
                 self._send(self._of(epoch, number))
             except BrokerUnavailable:

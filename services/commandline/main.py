@@ -221,15 +221,19 @@ def negatives(
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
+    epochs: Annotated[int | None, typer.Option(help="Draw the shards of so many epochs instead, by the mixture --set mix='{\"popularity\": 64}'")] = None,
+    beams: Annotated[str | None, typer.Option(help="With --epochs: searched beams that the mixture takes some from")] = None,
     overrides: Overrides = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Search a generator's beams, or a retriever's best items, over all training histories: hard negatives for `semantide train --beams`."""
+    """Search a generator's beams, or a retriever's best items, over all training histories: hard negatives for `semantide train --beams`. With --epochs,
+    draw all negatives of a run ahead of it."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
-    inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model)) if ref}
-    record = run_job(client, JobSpec(kind="negatives", config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model), ("beams", beams)) if ref}
+    config = _config(overrides) | ({} if epochs is None else {"epochs": epochs})
+    record = run_job(client, JobSpec(kind="negatives", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 

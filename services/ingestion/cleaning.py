@@ -1,16 +1,22 @@
 """From the raw log to the events that say what a user likes: deleted items out, thin users and items out, repeats in a row folded.
 
 Everything is decided by the events' content, never by the order in which they arrived. Of events in one millisecond the id decides.
-All of a user's events are cleaned together; other users matter only through how many events an item has.
+All of a user's events are cleaned together; other users matter only through how many events an item has. Users and items are numbers in the
+order of their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import polars as pl
+
+from semantide.services.ingestion.signals import Signals
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -31,15 +37,18 @@ class CleaningConfig:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """``events``: everything shown and done, with intensities; ``positives``: the histories. Both in order of user, time, event."""
+    """``events``: everything shown and done; ``positives``: the histories. Both in order of user, time, event."""
 
     events: pl.DataFrame
     positives: pl.DataFrame
     dropped: dict[str, int]
 
 
-def clean(events: pl.DataFrame, deleted: pl.Series, actions: Mapping[str, float], config: CleaningConfig) -> Cleaned:
-    """Clean a log with the columns user, item, time, action, page, event, but for what is too thin and what is too old."""
+def clean(events: pl.DataFrame, deleted: pl.Series, signals: Signals, config: CleaningConfig) -> Cleaned:
+    """Clean a log with the columns user, item, time, action, page, event, but for what is too thin and what is too old.
+
+    ``action`` is a number of ``signals``, -1 for one that is not configured; ``event`` is not needed any more in what comes out.
+    """
     dropped: dict[str, int] = {}
 
     def kept(frame: pl.DataFrame, reason: str, condition: pl.Expr) -> pl.DataFrame:
@@ -47,14 +56,14 @@ def clean(events: pl.DataFrame, deleted: pl.Series, actions: Mapping[str, float]
         dropped.update(lost)
         return result
 
-    frame = kept(events, "item was deleted", ~pl.col("item").is_in(deleted.implode()))
-    frame = frame.with_columns(pl.col("action").replace_strict(dict(actions), default=None, return_dtype=pl.Float64).alias("intensity"))
-    frame = kept(frame, "action is no longer configured", pl.col("intensity").is_not_null())
-    frame = frame.sort("user", "time", "event")
-    positives = frame.filter(pl.col("intensity") >= config.positive_intensity)
+    frame = kept(events, "item was deleted", ~pl.col("item").is_in(deleted.implode())) if len(deleted) else events
+    frame = kept(frame, "action is no longer configured", pl.col("action") >= 0)
+    frame = frame.drop("event")[_order(frame)]
+    likes = signals.intensity(frame["action"].to_numpy()) >= config.positive_intensity
+    positives = frame.drop("page").filter(pl.Series(likes))
     before = positives.height
     if config.deduplicate == "consecutive":
-        positives = _folded(positives)
+        positives = _folded(positives, signals)
     elif config.deduplicate == "all":
         positives = positives.unique(["user", "item"], keep="first", maintain_order=True)
     if positives.height < before:
@@ -65,7 +74,9 @@ def clean(events: pl.DataFrame, deleted: pl.Series, actions: Mapping[str, float]
 def thinned(positives: pl.DataFrame, scarce: pl.Series, config: CleaningConfig) -> tuple[pl.DataFrame, dict[str, int]]:
     """Without the ``scarce`` items, and then without users who have too few events; to be repeated until nothing goes."""
     left, items = _kept(positives, f"item has fewer than {config.min_item_events} events", ~pl.col("item").is_in(scarce.implode()))
-    left, users = _kept(left, f"user has fewer than {config.min_user_events} events", pl.len().over("user") >= config.min_user_events)
+    num_events = np.bincount(left["user"].to_numpy())
+    enough = (num_events >= config.min_user_events)[left["user"].to_numpy()] if left.height else np.zeros(0, bool)
+    left, users = _kept(left, f"user has fewer than {config.min_user_events} events", pl.lit(pl.Series(enough)))
     return left, {**items, **users}
 
 
@@ -81,16 +92,32 @@ def _kept(frame: pl.DataFrame, reason: str, condition: pl.Expr) -> tuple[pl.Data
     return result, {reason: lost} if lost else {}
 
 
-def _folded(positives: pl.DataFrame) -> pl.DataFrame:
+def _order(frame: pl.DataFrame) -> IntArray:
+    """The rows by user, time and event."""
+    user, time = frame["user"].to_numpy().astype(np.int64), frame["time"].to_numpy()
+    if not len(user):
+        return np.zeros(0, np.int64)
+    first, span = int(time.min()), int(time.max()) - int(time.min()) + 1
+    if (int(user.max()) + 1) * span < 1 << 63:
+        key = user * span + (time - first)
+        order = np.argsort(key)
+    else:
+        _, key = np.unique(time, return_inverse=True)
+        key = user * len(user) + key
+        order = np.argsort(key)
+    # Few events share a user and a millisecond: only among them is the id, a text of bytes, looked at.
+    same = key[order[1:]] == key[order[:-1]]
+    if same.any():
+        places = np.flatnonzero(np.append(same, False) | np.append(False, same))
+        rows = order[places]
+        tied = pl.DataFrame({"key": key[rows], "event": frame["event"][rows], "row": rows}).sort("key", "event")
+        order[places] = tied["row"].to_numpy()
+    return order
+
+
+def _folded(positives: pl.DataFrame, signals: Signals) -> pl.DataFrame:
     """One event for the same item several times in a row: its first moment, its strongest action."""
-    changed = (pl.col("user") != pl.col("user").shift(1)) | (pl.col("item") != pl.col("item").shift(1))
-    return (
-        positives.with_columns(changed.fill_null(True).cum_sum().alias("run"))
-        .group_by("run", maintain_order=True)
-        .agg(
-            pl.col("user", "item", "time", "page", "event").first(),
-            pl.col("action").sort_by("intensity", "action").last(),
-            pl.col("intensity").max(),
-        )
-        .drop("run")
-    )
+    user, item = positives["user"].to_numpy(), positives["item"].to_numpy()
+    starts = np.flatnonzero(np.append(True, (user[1:] != user[:-1]) | (item[1:] != item[:-1]))[: len(user)])
+    strongest = signals.strongest(positives["action"].to_numpy(), starts)
+    return positives[starts].with_columns(pl.Series("action", strongest))

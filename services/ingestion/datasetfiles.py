@@ -12,18 +12,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semantide.services.ingestion.cleaning import CleaningConfig
-from semantide.services.ingestion.datasetparts import BUCKETS, bounds, clean_part, finish, latest_part, scatter, survey, thin_part, times_of
+from semantide.services.ingestion.datasetparts import BUCKETS, COLUMNS, bounds, clean_part, finish, keep_part, scatter, survey, thin_part, times_of
+from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, dated
 from semantide.shared.errors import BadData
-from semantide.shared.executors import Executor, LocalExecutor, Outcome, Piece, Step, Tick
+from semantide.shared.executors import Executor, LocalExecutor, Outcome, Piece, Steps, Tick
 
 PART_ROWS = 1_000_000
 _ROW_GROUP = 100_000
+_TABLES_AT_ONCE = 8
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -114,33 +120,37 @@ def write_dataset(
     ``part_rows`` events, and never less than one user.
     Raises: BadData where no positive event is left.
     """
-    run = _Steps(executor or LocalExecutor(), workdir, tick)
+    run = Steps(executor or LocalExecutor(), workdir, tick)
+    signals = Signals.of(actions)
     deleted_mask = np.asarray(items["deleted"].to_numpy(), dtype=np.bool_)
     alive = items.filter(pa.array(~deleted_mask)).combine_chunks()
-    events = _by_user(run, sources, -(-num_events // part_rows))
-    deleted = run.share("deleted", items.select(["item"]).filter(pa.array(deleted_mask)))
-    arguments = {"actions": dict(actions), "config": config.cleaning}
-    cleaned = run("clean", clean_part, [{"events": pieces, "deleted": deleted} for pieces in events], **arguments)
+    names, events = _by_user(run, sources, items["item"], signals, -(-num_events // part_rows))
+    deleted = run.share("deleted", pa.table({"item": _numbers(items["item"].filter(pa.array(deleted_mask)), names)}))
+    cleaned = run("clean", clean_part, [{"events": pieces, "deleted": deleted} for pieces in events], signals=signals, config=config.cleaning)
     dropped: dict[str, int] = {}
-    positives = _thinned(run, cleaned, config, dropped)
-    counts = _summed(positives.tables("items"), "item")
-    num_positives = int(counts["count"].sum())
+    positives = _thinned(run, cleaned, len(names), config, dropped)
+    counts = _counts(positives, len(names))
+    num_positives = int(counts.sum())
     if not num_positives:
         reasons = "; ".join(f"{count} events: {reason}" for reason, count in dropped.items()) or f"the log holds {num_events} events"
         raise BadData(
             f"no event of intensity {config.positive_intensity} or more is left for a data set ({reasons}): import interactions, or relax the conditions"
         )
 
-    described = pl.Series("item", alive["item"].to_pylist(), dtype=pl.String)
-    names = (pl.concat([counts["item"], described]) if config.keep_cold_items else counts["item"]).unique().sort()
-    rows = run.share("rows", pa.table({"item": names.to_arrow(), "row": pa.array(range(len(names)), pa.int32())}))
+    stays = counts > 0
+    if config.keep_cold_items:
+        stays[_numbers(alive["item"], names).to_numpy()] = True
+    row_of = np.where(stays, np.cumsum(stays, dtype=np.int32) - 1, -1).astype(np.int32)
+    names = names.filter(pa.array(stays))
+    rows = run.share("rows", pa.table({"row": row_of}))
     splitting = dated(config.splitting, num_positives, lambda rank: _time_of_rank(run, positives, rank))
     finished = run(
         "finish",
         finish,
-        [{**cleaned.pieces(part, "events"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
+        [{**cleaned.pieces(part, "events", "users"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
         splitting=splitting,
         session_gap_seconds=config.session_gap_seconds,
+        signals=signals,
     )
     figures = pa.concat_tables(finished.tables("figures")).to_pydict()
     if not sum(figures["train_events"]):
@@ -167,60 +177,86 @@ def write_dataset(
     return header
 
 
-class _Steps:
-    """Runs steps below one folder, and shares small tables between their parts."""
+def _by_user(
+    run: Steps, sources: Sequence[Sequence[Path]], described: pa.ChunkedArray, signals: Signals, num_parts: int
+) -> tuple[pa.Array, list[Sequence[Piece]]]:
+    """All items' names in order, and the events of each part: stretches of users in order."""
 
-    def __init__(self, executor: Executor, folder: Path, tick: Tick) -> None:
-        self._executor, self._folder, self._tick = executor, folder, tick
+    def groups(*columns: str) -> list[Mapping[str, Sequence[Piece]]]:
+        return [{"events": [Piece(path, columns=columns) for path in group]} for group in sources]
 
-    def __call__(self, name: str, function: Any, parts: Sequence[Mapping[str, Sequence[Piece]]], **arguments: Any) -> Outcome:
-        return self._executor.run(Step(name, function, parts, arguments), self._folder, self._tick)
-
-    def share(self, name: str, table: pa.Table) -> Sequence[Piece]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{name}.parquet"
-        pq.write_table(table, path)
-        return (Piece(path),)
-
-
-def _by_user(run: _Steps, sources: Sequence[Sequence[Path]], num_parts: int) -> list[Sequence[Piece]]:
-    """The events of each part: stretches of users in order."""
-    groups: list[Mapping[str, Sequence[Piece]]] = [{"events": [Piece(path) for path in group]} for group in sources]
-    firsts = bounds(list(run("survey", survey, groups).tables("users")), num_parts) if num_parts > 1 else []
-    scattered = run("scatter", scatter, groups, bounds=firsts)
-    return [[Piece(scattered.path(group, "events"), part) for group in range(len(groups))] for part in range(len(firsts) + 1)]
+    surveyed = run("survey", survey, groups("user", "item"))
+    firsts = bounds(list(surveyed.tables("users")), num_parts) if num_parts > 1 else []
+    names = _names([pa.table({"item": described}), *surveyed.tables("items")])
+    shared = run.share("names", pa.table({"item": names}))
+    scattered = run("scatter", scatter, [{**group, "names": shared} for group in groups(*COLUMNS)], bounds=firsts, signals=signals)
+    return names, [[Piece(scattered.path(group, "events"), part) for group in range(len(sources))] for part in range(len(firsts) + 1)]
 
 
-def _thinned(run: _Steps, cleaned: Outcome, config: DatasetConfig, dropped: dict[str, int]) -> Outcome:
+def _names(tables: Iterable[pa.Table]) -> pa.Array:
+    """The distinct items of all tables in order; a few tables at a time, so that little but the names is in memory."""
+    found = pl.Series("item", [], dtype=pl.String)
+    waiting: list[pl.Series] = []
+    for table in tables:
+        waiting.append(pl.DataFrame(pl.from_arrow(table))["item"].cast(pl.String))
+        if len(waiting) == _TABLES_AT_ONCE:
+            found, waiting = pl.concat([found, *waiting]).unique(), []
+    return pl.concat([found, *waiting]).unique().sort().to_arrow().cast(pa.string())
+
+
+def _numbers(items: pa.ChunkedArray, names: pa.Array) -> pa.Array:
+    return pc.index_in(items.combine_chunks().cast(pa.string()), value_set=names).cast(pa.int32())
+
+
+def _counts(positives: Outcome, num_items: int) -> IntArray:
+    """How often each item stands in the histories."""
+    counts = np.zeros(num_items, np.int64)
+    for table in positives.tables("items"):
+        counts[table["item"].to_numpy()] += table["count"].to_numpy()
+    return counts
+
+
+def _thinned(run: Steps, cleaned: Outcome, num_items: int, config: DatasetConfig, dropped: dict[str, int]) -> Outcome:
     """The histories once nothing more goes; what went is added to ``dropped``."""
 
     def lose(outcome: Outcome) -> int:
-        lost = _summed(outcome.tables("dropped"), "reason")
-        for reason, count in lost.rows():
-            dropped[reason] = dropped.get(reason, 0) + count
-        return int(lost["count"].sum())
+        total = 0
+        for table in outcome.tables("dropped"):
+            for reason, count in zip(*table.to_pydict().values(), strict=True):
+                dropped[reason] = dropped.get(reason, 0) + count
+                total += count
+        return total
 
     lose(cleaned)
-    positives, turn = cleaned, 0
+    gone, left, turn = np.zeros(num_items, bool), cleaned, 0
     while config.cleaning.thins:
-        counts = _summed(positives.tables("items"), "item")
-        scarce = run.share(f"scarce-{turn}", counts.filter(pl.col("count") < config.min_item_events).select("item").to_arrow())
-        parts = [{**positives.pieces(part, "positives"), "scarce": scarce} for part in range(cleaned.num_parts)]
-        positives = run(f"thin-{turn}", thin_part, parts, config=config.cleaning)
-        if not lose(positives):
+        counts = _counts(left, num_items)
+        scarce = (counts > 0) & (counts < config.min_item_events)
+        gone |= scarce
+        shared = run.share(f"scarce-{turn}", pa.table({"item": np.flatnonzero(scarce).astype(np.int32)}))
+        # Only who had what: the whole events are thinned once, at the end.
+        parts = [{**left.pieces(part, "positives", columns=("user", "item")), "scarce": shared} for part in range(cleaned.num_parts)]
+        left = run(f"thin-{turn}", thin_part, parts, config=config.cleaning)
+        if not lose(left):
             break
         turn += 1
-    if config.max_history:
-        positives = run("latest", latest_part, [positives.pieces(part, "positives") for part in range(cleaned.num_parts)], config=config.cleaning)
-        lose(positives)
-    return positives
+    if left is cleaned and not config.max_history:
+        return cleaned
+    shared = run.share("gone", pa.table({"item": np.flatnonzero(gone).astype(np.int32)}))
+    parts = [
+        {**cleaned.pieces(part, "positives"), "thin": left.pieces(part, "positives", columns=("user",))["positives"], "gone": shared}
+        for part in range(cleaned.num_parts)
+    ]
+    kept = run("keep", keep_part, parts, config=config.cleaning)
+    lose(kept)
+    return kept
 
 
-def _time_of_rank(run: _Steps, positives: Outcome, rank: int) -> int:
+def _time_of_rank(run: Steps, positives: Outcome, rank: int) -> int:
     """The exact ``rank``-th earliest time of all events: the stretch that holds it is divided until it is a millisecond."""
     low, width, before = -(1 << 47), 1 << 32, 0
     while True:
-        parts = [positives.pieces(part, "positives") for part in range(positives.num_parts)]
+        parts = [positives.pieces(part, "positives", columns=("time",)) for part in range(positives.num_parts)]
         name = f"times-{low}-{width}".replace("--", "-m")
         counts = np.sum([table["count"].to_numpy() for table in run(name, times_of, parts, low=low, width=width).tables("counts")], axis=0)
         reached = before + np.cumsum(counts)
@@ -232,21 +268,13 @@ def _time_of_rank(run: _Steps, positives: Outcome, rank: int) -> int:
         width //= BUCKETS
 
 
-def _summed(tables: Iterable[pa.Table], key: str) -> pl.DataFrame:
-    """Sums of ``count`` by key, in the order of the key; one table after another, so that only the sums are in memory."""
-    total = pl.DataFrame(schema={key: pl.String, "count": pl.Int64})
-    for table in tables:
-        total = pl.concat([total, pl.DataFrame(pl.from_arrow(table)).cast({key: pl.String, "count": pl.Int64})]).group_by(key).agg(pl.col("count").sum())
-    return total.sort(key)
-
-
 def _numbered(pages: pa.Table, first: int) -> pa.Table:
     return pages.set_column(0, "user", pa.array(pages["user"].to_numpy() + first, pa.int32()))
 
 
-def _item_table(names: pl.Series, counts: np.ndarray[Any, np.dtype[np.int64]], alive: pa.Table) -> pa.Table:
+def _item_table(names: pa.Array, counts: np.ndarray[Any, np.dtype[np.int64]], alive: pa.Table) -> pa.Table:
     row_of = {item: row for row, item in enumerate(alive["item"].to_pylist())}
-    rows = pa.array([row_of.get(name) for name in names], pa.int64())
+    rows = pa.array([row_of.get(name) for name in names.to_pylist()], pa.int64())
     found = alive.take(rows)
 
     def filled(name: str, default: Any) -> pa.Array:
@@ -261,7 +289,7 @@ def _item_table(names: pl.Series, counts: np.ndarray[Any, np.dtype[np.int64]], a
     embedding = found["embedding"].combine_chunks()
     return pa.table(
         {
-            "item": pa.array(names.to_list(), pa.string()),
+            "item": names,
             "count": pa.array(counts, pa.int64()),
             "title": filled("title", ""),
             "text": filled("text", ""),

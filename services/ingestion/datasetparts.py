@@ -1,6 +1,7 @@
 """The steps of making a data set, each a pure function over the Arrow tables of one part: a stretch of users in the order of their names.
 
-Every count, order and cut comes out as if all events were one part. Legend: U users of the part, E their positive events.
+Every count, order and cut comes out as if all events were one part. From ``scatter`` on items and actions are numbers in the order of all names; from
+``clean_part`` on users are, in the order of their part's names. Legend: U users of the part, E their positive events.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from semantide.services.ingestion.cleaning import CleaningConfig, clean, latest, thinned
-from semantide.services.ingestion.pages import pages
+from semantide.services.ingestion.pages import Shown, pages
+from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, split
 from semantide.shared.executors import Output
 
@@ -22,14 +25,15 @@ COLUMNS = ("user", "item", "time", "action", "page", "event")
 SAMPLED_USERS = 20_000
 BUCKETS = 1 << 16
 FIGURES = ("users", "events", "train_events", "valid_events", "test_events", "pages", "longest_history")
+_NEVER = np.iinfo(np.int64).max
 
 
 def survey(events: pa.Table) -> dict[str, Output]:
-    """How many events users have: of all of them, or of a sample where they are many."""
+    """How many events users have, of all of them or of a sample where they are many; and which items there are."""
     counts = _frame(events.select(["user"])).group_by("user").len("count")
     if counts.height > SAMPLED_USERS:
         counts = counts.filter(pl.col("user").hash(seed=0) % (counts.height // SAMPLED_USERS + 1) == 0)
-    return {"users": _table(counts.sort("user"))}
+    return {"users": _table(counts.sort("user")), "items": pa.table({"item": events["item"].unique()})}
 
 
 def bounds(surveys: Sequence[pa.Table], num_parts: int) -> list[str]:
@@ -41,30 +45,55 @@ def bounds(surveys: Sequence[pa.Table], num_parts: int) -> list[str]:
     return [str(user) for user in firsts[1:]]
 
 
-def scatter(events: pa.Table, bounds: Sequence[str]) -> dict[str, Output]:
-    """The events by part, one record batch for each."""
-    frame = _frame(events.select(list(COLUMNS)))
-    part = pl.Series("part", np.zeros(frame.height, np.int64))
-    for bound in bounds:
-        part += (frame["user"] >= bound).cast(pl.Int64)
-    by_part = frame.with_columns(part)
-    return {"events": [_batch(by_part.filter(pl.col("part") == number).drop("part")) for number in range(len(bounds) + 1)]}
+def scatter(events: pa.Table, names: pa.Table, bounds: Sequence[str], signals: Signals) -> dict[str, Output]:
+    """The events by part, one record batch for each; ``names`` are all items in order."""
+    item = pc.index_in(events["item"], value_set=names["item"].combine_chunks().cast(events["item"].type))
+    numbered = pa.table(
+        {
+            "user": events["user"],
+            "item": item.cast(pa.int32()),
+            "time": events["time"],
+            "action": signals.numbers(events["action"]),
+            "page": events["page"],
+            "event": events["event"],
+        }
+    )
+    users = events["user"].combine_chunks().dictionary_encode()
+    part_of_user = pl.Series(bounds, dtype=pl.String).search_sorted(pl.Series(users.dictionary), side="right").to_numpy()
+    part = part_of_user[users.indices.to_numpy()].astype(np.uint16)
+    order = np.argsort(part, kind="stable")
+    ends = np.cumsum(np.bincount(part, minlength=len(bounds) + 1))
+    by_part = numbered.take(pa.array(order)).combine_chunks()
+    return {"events": [_batch(by_part.slice(end - length, length)) for end, length in zip(ends, np.diff(ends, prepend=0), strict=True)]}
 
 
-def clean_part(events: pa.Table, deleted: pa.Table, actions: Mapping[str, float], config: CleaningConfig) -> dict[str, Output]:
-    """See ``cleaning.clean``."""
-    cleaned = clean(_frame(events), _series(deleted, "item"), actions, config)
-    return {"events": _table(cleaned.events), **_positives(cleaned.positives, cleaned.dropped)}
+def clean_part(events: pa.Table, deleted: pa.Table, signals: Signals, config: CleaningConfig) -> dict[str, Output]:
+    """See ``cleaning.clean``; the users' names come out too."""
+    users = events["user"].combine_chunks().dictionary_encode()
+    order = pc.array_sort_indices(users.dictionary)
+    number = np.empty(len(order), np.int32)
+    number[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
+    user = number[users.indices.to_numpy()]
+    page = events["page"].combine_chunks().dictionary_encode().indices.fill_null(-1).cast(pa.int32())
+    frame = _frame(events.drop_columns(["user", "page"])).with_columns(user=pl.Series(user), page=pl.Series(page.to_numpy()))
+    cleaned = clean(frame, _frame(deleted)["item"], signals, config)
+    return {
+        "events": _table(cleaned.events),
+        "users": pa.table({"user": users.dictionary.take(order).cast(pa.string())}),
+        **_positives(cleaned.positives, cleaned.dropped),
+    }
 
 
 def thin_part(positives: pa.Table, scarce: pa.Table, config: CleaningConfig) -> dict[str, Output]:
     """See ``cleaning.thinned``."""
-    return _positives(*thinned(_frame(positives), _series(scarce, "item"), config))
+    return _positives(*thinned(_frame(positives), _frame(scarce)["item"], config))
 
 
-def latest_part(positives: pa.Table, config: CleaningConfig) -> dict[str, Output]:
-    """See ``cleaning.latest``."""
-    return _positives(*latest(_frame(positives), config))
+def keep_part(positives: pa.Table, thin: pa.Table, gone: pa.Table, config: CleaningConfig) -> dict[str, Output]:
+    """The events of the users who are left in ``thin``, without the items that are ``gone``; then see ``cleaning.latest``."""
+    users = np.unique(thin["user"].to_numpy())
+    frame = _frame(positives).filter(pl.col("user").is_in(pl.Series(users).implode()) & ~pl.col("item").is_in(_frame(gone)["item"].implode()))
+    return _positives(*(latest(frame, config) if config.max_history else (frame, {})))
 
 
 def times_of(positives: pa.Table, low: int, width: int) -> dict[str, Output]:
@@ -74,67 +103,75 @@ def times_of(positives: pa.Table, low: int, width: int) -> dict[str, Output]:
     return {"counts": pa.table({"count": np.bincount(inside, minlength=BUCKETS).astype(np.int64)})}
 
 
-def finish(events: pa.Table, positives: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int) -> dict[str, Output]:
-    """Histories, pages and counts of a part; users are numbered within it. ``rows`` gives items their rows."""
-    row_of = _frame(rows)
-    histories = _frame(positives).join(row_of, on="item", how="left", maintain_order="left")
-    users = histories.group_by("user", maintain_order=True).agg(pl.col("row").alias("items"), pl.col("time").alias("times"), pl.col("action").alias("actions"))
-    lengths = users["items"].list.len().to_numpy().astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    times, item_rows = histories["time"].to_numpy(), histories["row"].to_numpy()
+def finish(
+    events: pa.Table, positives: pa.Table, users: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int, signals: Signals
+) -> dict[str, Output]:
+    """Histories, pages and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none."""
+    row_of = rows["row"].to_numpy()
+    number, times = positives["user"].to_numpy(), positives["time"].to_numpy()
+    item_rows = row_of[positives["item"].to_numpy()]
+    present, starts = np.unique(number, return_index=True)
+    offsets = np.append(starts, len(number)).astype(np.int64)
+    lengths = np.diff(offsets)
     parts = split(times, offsets, splitting)
     within = np.arange(len(item_rows)) - np.repeat(offsets[:-1], lengths)
-    trained = item_rows[within < np.repeat(parts.train_end, lengths)]
-    counted, counts = np.unique(trained, return_counts=True)
+    counts = np.bincount(item_rows[within < np.repeat(parts.train_end, lengths)], minlength=len(row_of))
+    counted = np.flatnonzero(counts)
 
-    def time_at(ends: npt.NDArray[np.int32]) -> pl.Series:
+    def time_at(ends: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         inside = ends < lengths
-        return pl.Series([int(times[offset + end]) if there else None for offset, end, there in zip(offsets[:-1], ends, inside, strict=True)], dtype=pl.Int64)
+        return np.where(inside, times[np.where(inside, offsets[:-1] + ends, 0)] if len(times) else 0, _NEVER)
 
-    user_row = pl.Series(range(users.height), dtype=pl.Int32)
-    cuts = pl.DataFrame({"user": users["user"], "row": user_row, "valid_time": time_at(parts.train_end), "test_time": time_at(parts.valid_end)})
-    named = cuts.select("user", pl.col("row").alias("user_row"))
-    seen = _frame(events).join(row_of, on="item", how="inner", maintain_order="left").join(named, on="user", how="inner", maintain_order="left")
+    row_of_user = np.full(users.num_rows, -1, np.int32)
+    row_of_user[present] = np.arange(len(present), dtype=np.int32)
+    seen_user, seen_row = row_of_user[events["user"].to_numpy()], row_of[events["item"].to_numpy()]
+    seen = (seen_user >= 0) & (seen_row >= 0)
+    time, action, page = (events[name].to_numpy()[seen] for name in ("time", "action", "page"))
     shown = pages(
-        seen.select(pl.col("user_row").alias("user"), pl.col("row").alias("item"), "time", "action", "page", "intensity"),
-        cuts.select(pl.col("row").alias("user"), "valid_time", "test_time"),
+        Shown(seen_user[seen], seen_row[seen], time, action, page), time_at(parts.train_end), time_at(parts.valid_end), signals,
         session_gap_ms=session_gap_seconds * 1000,
-    )
+    )  # fmt: skip
     figures = (
-        users.height, len(item_rows), int(parts.train_end.sum()), int((parts.valid_end - parts.train_end).sum()), int((lengths - parts.valid_end).sum()),
-        shown.height, int(lengths.max(initial=0)),
+        len(present), len(item_rows), int(parts.train_end.sum()), int((parts.valid_end - parts.train_end).sum()), int((lengths - parts.valid_end).sum()),
+        len(shown.user), int(lengths.max(initial=0)),
     )  # fmt: skip
     return {
         "users": pa.table(
             {
-                "user": pa.array(users["user"].to_list(), pa.string()),
-                "items": users["items"].to_arrow().cast(pa.list_(pa.int32())),
-                "times": users["times"].to_arrow().cast(pa.list_(pa.int64())),
-                "actions": users["actions"].to_arrow().cast(pa.list_(pa.string())),
+                "user": users["user"].combine_chunks().take(pa.array(present)),
+                "items": _lists(offsets, item_rows),
+                "times": _lists(offsets, times),
+                "actions": _lists(offsets, signals.words(positives["action"].to_numpy())),
                 "train_end": pa.array(parts.train_end, pa.int32()),
                 "valid_end": pa.array(parts.valid_end, pa.int32()),
             }
         ),
         "pages": pa.table(
             {
-                "user": shown["user"].to_arrow().cast(pa.int32()),
-                "time": shown["time"].to_arrow().cast(pa.int64()),
-                "items": shown["items"].to_arrow().cast(pa.list_(pa.int32())),
-                "actions": shown["actions"].to_arrow().cast(pa.list_(pa.string())),
+                "user": shown.user,
+                "time": shown.time,
+                "items": _lists(shown.offsets, shown.items),
+                "actions": _lists(shown.offsets, signals.words(shown.actions)),
             }
         ),
-        "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts, pa.int64())}),
+        "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),
     }
 
 
 def _positives(positives: pl.DataFrame, dropped: Mapping[str, int]) -> dict[str, Output]:
     """Histories, how many events each item has in them, and what went."""
+    counts = np.bincount(positives["item"].to_numpy())
+    counted = np.flatnonzero(counts)
     return {
         "positives": _table(positives),
-        "items": _table(positives.group_by("item").len("count").sort("item").cast({"count": pl.Int64})),
+        "items": pa.table({"item": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
         "dropped": pa.table({"reason": pa.array(list(dropped), pa.string()), "count": pa.array(list(dropped.values()), pa.int64())}),
     }
+
+
+def _lists(offsets: npt.NDArray[Any], values: Any) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
 
 def _frame(table: pa.Table) -> pl.DataFrame:
@@ -143,15 +180,10 @@ def _frame(table: pa.Table) -> pl.DataFrame:
     return frame
 
 
-def _series(table: pa.Table, name: str) -> pl.Series:
-    return _frame(table)[name].cast(pl.String)
-
-
 def _table(frame: pl.DataFrame) -> pa.Table:
     return frame.to_arrow()
 
 
-def _batch(frame: pl.DataFrame) -> pa.RecordBatch:
-    table = frame.to_arrow().combine_chunks()
+def _batch(table: pa.Table) -> pa.RecordBatch:
     batches: list[Any] = table.to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema)

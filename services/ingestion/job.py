@@ -33,6 +33,7 @@ from semantide.shared.executors import executor
 from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.jobs import JobContext, JobOutcome, now_ms
 from semantide.shared.telemetry import logger
+from semantide.shared.version import code_version
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
 _RETRY_SECONDS = 5.0
@@ -243,12 +244,12 @@ def grouped(segments: Sequence[Segment], rows: int) -> list[list[Path]]:
 
 
 def _workdir(folder: Path, segments: Sequence[Segment], items: pa.Table, config: DatasetConfig, actions: dict[str, float], part_rows: int) -> Path:
-    """Where the steps keep what they made; emptied where that was of other events, items or options."""
+    """Where the steps keep what they made; emptied where that was of other events, items or options, or made by another version."""
     buffer = pa.BufferOutputStream()
     with pa.ipc.new_stream(buffer, items.schema) as stream:
         stream.write_table(items)
     digest = hashlib.sha256(buffer.getvalue())
-    digest.update(json.dumps([[segment.path.name for segment in segments], asdict(config), actions, part_rows], sort_keys=True).encode())
+    digest.update(json.dumps([[segment.path.name for segment in segments], asdict(config), actions, part_rows, code_version()], sort_keys=True).encode())
     kept = folder / "made-of"
     if not kept.exists() or kept.read_text() != digest.hexdigest():
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,42 +2,81 @@
 
 A page is what the sender called one (page id), else a session: events of one user with no longer silence between them than the gap.
 A page never reaches over the ends of the user's training or validation part: it is cut there, so its time tells its part.
+Legend: E events, S items shown on pages, P pages, U users.
 """
 
 from __future__ import annotations
 
-import polars as pl
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from semantide.services.ingestion.signals import Numbers, Signals
+
+IntArray = npt.NDArray[np.int64]
 
 
-def pages(events: pl.DataFrame, cuts: pl.DataFrame, *, session_gap_ms: int) -> pl.DataFrame:
-    """Pages with the columns user, time, items, actions, in order of user and time; ``events`` in order of user, time, event.
+@dataclass(frozen=True)
+class Shown:
+    """Events in order of user, time, event.
 
-    ``cuts`` has for each user the time of its first validation and first test event (``valid_time``, ``test_time``; null: none).
+    Shapes: all [E]. ``page`` numbers page ids, -1 where there is none.
+    """
+
+    user: npt.NDArray[np.int32]
+    item: npt.NDArray[np.int32]
+    time: IntArray
+    action: Numbers
+    page: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages in order of user and time.
+
+    Shapes: ``user``, ``time`` [P]; ``offsets`` [P + 1]; ``items``, ``actions`` [S].
+    """
+
+    user: npt.NDArray[np.int32]
+    time: IntArray
+    offsets: npt.NDArray[np.int32]
+    items: npt.NDArray[np.int32]
+    actions: Numbers
+
+
+def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Signals, *, session_gap_ms: int) -> Pages:
+    """What was shown together; the two times of each user [U] are those of the first validation and first test event, the highest number where there is none.
+
     An item shown several times on a page counts once, at its first place, with its strongest signal; dislike outweighs all.
     """
-    silence = pl.col("time") - pl.col("time").shift(1).over("user")
-    session = (silence > session_gap_ms).fill_null(False).cum_sum().over("user")
-    strength = pl.when(pl.col("intensity") < 0).then(1000 - pl.col("intensity")).otherwise(pl.col("intensity"))
-    marked = (
-        events.with_columns(
-            pl.coalesce(pl.lit("p") + pl.col("page"), pl.lit("s") + session.cast(pl.String)).alias("key"),
-            strength.alias("strength"),
-            pl.int_range(pl.len()).alias("place"),
-        )
-        .join(cuts, on="user", how="inner", maintain_order="left")
-        .with_columns(
-            (
-                (pl.col("time") >= pl.col("valid_time")).fill_null(False).cast(pl.Int8) + (pl.col("time") >= pl.col("test_time")).fill_null(False).cast(pl.Int8)
-            ).alias("part")
-        )
-    )
-    shown = marked.group_by("user", "key", "part", "item", maintain_order=True).agg(
-        pl.col("time").first(), pl.col("place").first(), pl.col("action").sort_by("strength", "action").last()
-    )
-    return (
-        shown.sort("place")
-        .group_by("user", "key", "part", maintain_order=True)
-        .agg(pl.col("time").first(), pl.col("place").first(), pl.col("item").alias("items"), pl.col("action").alias("actions"))
-        .sort("user", "time", "place")
-        .select("user", "time", "items", "actions")
-    )
+    if not len(events.user):
+        return Pages(events.user, events.time, np.zeros(1, np.int32), events.item, events.action)
+    page = _page_numbers(events, valid_time, test_time, session_gap_ms)
+    key = page * (int(events.item.max()) + 1) + events.item
+    order = np.argsort(key)  # each page's items together
+    starts = np.flatnonzero(np.append(True, key[order[1:]] != key[order[:-1]]))
+    place, strongest = np.minimum.reduceat(order, starts), signals.strongest(events.action[order], starts, dislike_first=True)
+    in_page = page[place]
+    begins = np.flatnonzero(np.append(True, in_page[1:] != in_page[:-1]))
+    first, lengths = np.minimum.reduceat(place, begins), np.diff(np.append(begins, len(place)))
+    by_place = np.argsort(np.repeat(first, lengths) * len(page) + place)
+    by_first = np.argsort(first)
+    first = first[by_first]
+    offsets = np.append(0, np.cumsum(lengths[by_first])).astype(np.int32)
+    return Pages(events.user[first], events.time[first], offsets, events.item[place[by_place]], strongest[by_place])
+
+
+def _page_numbers(events: Shown, valid_time: IntArray, test_time: IntArray, session_gap_ms: int) -> IntArray:
+    """A number for each page [E]."""
+    user, time = events.user, events.time
+    part = (time >= valid_time[user]).astype(np.int8) + (time >= test_time[user])
+    new_user = user[1:] != user[:-1]
+    turns = new_user | (time[1:] - time[:-1] > session_gap_ms) | (part[1:] != part[:-1])
+    session = np.cumsum(np.append(0, turns))
+    named = events.page >= 0
+    if not named.any():
+        return session
+    keys = (user[named].astype(np.int64) * 3 + part[named]) * (int(events.page.max()) + 1) + events.page[named]
+    session[named] = int(session[-1]) + 1 + np.unique(keys, return_inverse=True)[1]
+    return session

@@ -1,14 +1,17 @@
-"""The long work of this room: what a model would recommend at many places of all training histories.
+"""The long work of this room: what a model would recommend at many places of all training histories; and the shards of whole epochs.
 
 negatives {dataset, catalog, model} -> {beams}   ``config``: fields of BeamConfig. A generator's beams are searched, of a retriever the best items are taken.
                                                  Without ``model`` the newest generator that was trained for the catalog's tokenizer is taken; without
                                                  ``catalog`` the one it was trained for. A retriever needs none.
+negatives {dataset, catalog, beams} -> {}        ``config``: ``epochs``, how many, and ``mix``, fields of NegativeMix; ``catalog`` and ``beams`` where the
+                                                 mixture needs them. A run with ``negatives.ahead``, that mixture and the same seed finds them drawn.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import numpy as np
 import torch
@@ -18,11 +21,15 @@ from semantide.services.negatives.cuts import cut_events
 from semantide.services.negatives.newest_models import NewestModels
 from semantide.services.negatives.top_items import TopItems
 from semantide.shared.catalog import Catalog
+from semantide.shared.contracts import NegativesWanted
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
+from semantide.shared.executors import Steps, executor
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
-from semantide.shared.negative_source import BeamLists, TrainingEvents
+from semantide.shared.negative_sampling import NegativeMix
+from semantide.shared.negative_shards import ShardBoard, store_shard
+from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 
 _CHUNK_CUTS = 1024  # searched before they are kept: what a killed job has found is not searched again
 
@@ -32,6 +39,8 @@ def run(job: JobContext) -> JobOutcome:
 
     Raises: BadData for wrong inputs or config, Conflict when model, catalog and data set do not belong together, JobCancelled.
     """
+    if "epochs" in job.spec.config:
+        return _draw(job)
     try:
         config = BeamConfig.of(dict(job.spec.config))
     except (ValueError, TypeError) as error:
@@ -66,6 +75,44 @@ def run(job: JobContext) -> JobOutcome:
     job.discard(target)
     job.progress(1, 1, stage="done")
     return JobOutcome({"beams": ref}, {**figures, "model": inputs["model"], "catalog": inputs.get("catalog")})
+
+
+def _draw(job: JobContext) -> JobOutcome:
+    """Every shard of the first epochs, by the executor of the deployment."""
+    config, inputs = dict(job.spec.config), dict(job.spec.inputs)
+    epochs, mix = config.pop("epochs"), config.pop("mix", {})
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1 or not isinstance(mix, dict) or config:
+        raise BadData(
+            f"job {job.id}: config {dict(job.spec.config)} draws no shards: give epochs, a whole number from 1, and mix, such as {{'popularity': 64}}"
+        )
+    if "dataset" not in inputs or not set(inputs) <= {"dataset", "catalog", "beams"}:
+        raise BadData(f"drawing shards got inputs {', '.join(sorted(inputs)) or 'none'}: give dataset, and catalog or beams where the mixture needs them")
+    try:
+        wanted = NegativesWanted(
+            dataset=inputs["dataset"], catalog=inputs.get("catalog"), beams=inputs.get("beams"), mix=NegativeMix.of(mix).values(), seed=job.spec.seed
+        )
+    except (ValueError, TypeError) as error:
+        raise BadData(f"job {job.id}: {error}") from error
+    settings = job.settings
+    source, board = NegativeSource.of(wanted, job.store), ShardBoard(job.broker, job.store)
+    total = epochs * source.num_shards
+    for epoch in range(epochs):
+        wishes = [wanted.model_copy(update={"epoch": epoch, "shard": shard}) for shard in range(source.num_shards)]
+        if all((found := board.find(wish)) and job.store.exists(found) for wish in wishes):
+            continue  # before the job was started again
+
+        def tick(done: int, parts: int, name: str, epoch: int = epoch) -> None:
+            job.check_cancelled()
+            job.progress((epoch + done / parts) * source.num_shards, total, "shards", "drawing")
+
+        folder = job.workdir / f"epoch-{epoch}-{settings.data_part_rows}"
+        steps = Steps(executor(settings.data_executor, settings.ray_address), folder, tick)
+        for wish, rows in zip(wishes, source.epoch(steps, job.spec.seed, epoch, part_events=settings.data_part_rows), strict=True):
+            job.check_cancelled()
+            board.put(wish, store_shard(wish, rows, job.store), time.time())
+        shutil.rmtree(folder, ignore_errors=True)
+    job.progress(total, total, "shards", "done")
+    return JobOutcome({}, {"shards": total, "epochs": epochs, "events": source.num_events, "negatives": source.mix.size})
 
 
 def _complete(job: JobContext, inputs: dict[str, str]) -> dict[str, str]:

@@ -21,8 +21,9 @@ from semantide.services.tokenization.recipes import recipe
 from semantide.services.tokenization.spelling import Spelled
 from semantide.shared.catalog import Lineages
 from semantide.shared.contracts import CatalogReady, ItemsChanged
-from semantide.shared.dataset import Dataset
+from semantide.shared.dataset import StoredDataset
 from semantide.shared.errors import BadData
+from semantide.shared.executors import executor
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.tokenizer import TokenizerConfig
 
@@ -79,11 +80,23 @@ def _make(job: JobContext) -> JobOutcome:
         job.progress(done, total, stage=stage)
 
     tick("reading the data set", 0, 1)
-    dataset = Dataset.load(job.store.get(inputs["dataset"]))
+    dataset = StoredDataset(job.store.get(inputs["dataset"]))
     vectors = job.store.get(inputs["vectors"]) / "vectors.parquet" if "vectors" in inputs else None
+    settings = job.settings
+    steps = job.workdir / f"steps-{settings.data_part_rows}"
     spelled = spelling.build(
-        dataset, config, job.spec.seed, limits=limits, header={"dataset": inputs["dataset"]}, vectors=vectors, tick=tick, workdir=job.workdir
+        dataset,
+        config,
+        job.spec.seed,
+        limits=limits,
+        header={"dataset": inputs["dataset"]},
+        vectors=vectors,
+        tick=tick,
+        executor=executor(settings.data_executor, settings.ray_address),
+        workdir=steps,
+        part_rows=settings.data_part_rows,
     )
+    job.discard(steps)
     job.check_cancelled()
     ref = put(job.store, spelled, job.workdir / "catalog", inputs=inputs, seed=job.spec.seed)
     lineages = Lineages(job.broker)

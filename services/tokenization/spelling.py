@@ -8,6 +8,8 @@ Legend: N items, L levels, D dimensions.
 from __future__ import annotations
 
 import json
+import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,15 @@ from semantide.services.tokenization.collaborative import collaborative_vectors
 from semantide.services.tokenization.content import content_vectors
 from semantide.services.tokenization.quality import QualityLimits
 from semantide.shared.catalog import Catalog
-from semantide.shared.dataset import Dataset
+from semantide.shared.dataset import Dataset, StoredDataset
 from semantide.shared.errors import BadData
+from semantide.shared.executors import Executor, LocalExecutor, Steps
 from semantide.shared.models.linear_map import FloatArray, LinearMap, unit_rows
 from semantide.shared.models.residual_codes import IntArray
 from semantide.shared.models.tokenizer import Tick, Tokenizer, TokenizerConfig, embedding_problems, join, silent
 
 INFO = pa.schema([("item", pa.string()), ("title", pa.string()), ("categories", pa.list_(pa.string())), ("available", pa.bool_())])
+PART_ROWS = 1_000_000
 _FEW = 16  # items with a collaborative vector, below which nothing is fitted on them
 
 
@@ -82,7 +86,7 @@ def read_vectors(path: Path, item_ids: tuple[str, ...]) -> tuple[FloatArray, npt
 
 
 def build(
-    dataset: Dataset,
+    dataset: Dataset | StoredDataset,
     config: TokenizerConfig,
     seed: int,
     *,
@@ -90,27 +94,42 @@ def build(
     header: dict[str, Any] | None = None,
     vectors: Path | None = None,
     tick: Tick = silent,
+    executor: Executor | None = None,
     workdir: Path | None = None,
+    part_rows: int = PART_ROWS,
 ) -> Spelled:
     """Fit a tokenizer on a data set and spell all of its items.
 
+    What is under way is kept below ``workdir``, so that a second call goes on where the first was broken off; a part has about ``part_rows`` pairs of items.
     Raises: BadData when there are no items, or the codebook collapsed; the text has the figures.
     """
     # One thread a matrix product: sums then do not depend on the number of cores, and distances run on all cores by chunks.
-    with threadpool_limits(1, user_api="blas"):
-        return _build(dataset, config, seed, limits or QualityLimits(), header or {}, vectors, tick, workdir)
+    with (
+        threadpool_limits(1, user_api="blas"),
+        tempfile.TemporaryDirectory(prefix="semantide-tokenize-") if workdir is None else nullcontext(workdir) as folder,
+    ):
+        steps = Steps(executor or LocalExecutor(), Path(folder), lambda done, total, name: tick(f"item vectors: {name}", done, total))
+        return _build(dataset, config, seed, limits or QualityLimits(), header or {}, vectors, tick, steps, part_rows)
 
 
 def _build(
-    dataset: Dataset, config: TokenizerConfig, seed: int, limits: QualityLimits, header: dict[str, Any], vectors: Path | None, tick: Tick, workdir: Path | None
+    dataset: Dataset | StoredDataset,
+    config: TokenizerConfig,
+    seed: int,
+    limits: QualityLimits,
+    header: dict[str, Any],
+    vectors: Path | None,
+    tick: Tick,
+    steps: Steps,
+    part_rows: int,
 ) -> Spelled:
     table = dataset.item_table
     if not table.num_rows:
         raise BadData("the data set has no items: import items or interactions first, then make the data set again")
-    content = content_vectors(table, config, seed, tick, workdir)
+    content = content_vectors(table, config, seed, steps)
     collaborative, seen = np.zeros((table.num_rows, 0), np.float32), np.zeros(table.num_rows, bool)
     if config.collaborative_weight:
-        collaborative, seen = read_vectors(vectors, dataset.item_ids) if vectors else collaborative_vectors(dataset, config, seed, tick)
+        collaborative, seen = read_vectors(vectors, dataset.item_ids) if vectors else collaborative_vectors(dataset, config, seed, steps, part_rows=part_rows)
     predict = None
     if seen.sum() >= _FEW:
         predict = LinearMap.fit(content.vectors[seen], collaborative[seen], config.ridge)

@@ -345,7 +345,7 @@ def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobCo
     """What the retriever's targets are compared with: drawn here, or with ``ahead`` by the negatives room."""
     mix, ahead = mix_of(config), config.negatives.ahead
     catalog = _input(job, "catalog") if mix is not None and mix.prefix else None
-    codes_NL = codes_of(dataset, Catalog.load(job.store.get(catalog))) if catalog else None
+    codes_NL = codes_of(dataset.item_ids, Catalog.load(job.store.get(catalog))) if catalog else None
     if mix is None or not (ahead or mix.beams):
         return BatchNegatives.of(config, counts_N, codes_NL)
     beams = _input(job, "beams") if mix.beams else None

@@ -59,7 +59,8 @@ def plain_text(row: dict[str, Any]) -> str:
     return ". ".join(part[:_TEXT_CHARS] for part in parts if part.strip())
 
 
-def _count(table: pa.Table, hash_bits: int) -> sp.csr_matrix:
+def count_features(table: pa.Table, hash_bits: int) -> sp.csr_matrix:
+    """How often each feature's bucket stands in each item, on a logarithmic scale: a row depends on its item alone."""
     vectorizer = HashingVectorizer(analyzer=item_features, n_features=1 << hash_bits, alternate_sign=False, norm=None, dtype=np.float32)
     columns = [name for name in ("title", "text", "categories", "attributes") if name in table.column_names]
     rows = (row for batch in table.select(columns).to_batches(max_chunksize=4096) for row in batch.to_pylist())
@@ -85,7 +86,11 @@ class TextFeatures:
     @classmethod
     def fit(cls, table: pa.Table, *, dim: int, hash_bits: int, max_buckets: int, seed: int) -> tuple[TextFeatures, FloatArray]:
         """Fit on a table with title, text, categories, attributes; returns the table's vectors [N, D] too."""
-        counts = _count(table, hash_bits)
+        return cls.fit_counts(count_features(table, hash_bits), dim=dim, hash_bits=hash_bits, max_buckets=max_buckets, seed=seed)
+
+    @classmethod
+    def fit_counts(cls, counts: sp.csr_matrix, *, dim: int, hash_bits: int, max_buckets: int, seed: int) -> tuple[TextFeatures, FloatArray]:
+        """Fit on what ``count_features`` made of a table, or of its parts one below another."""
         frequency = np.bincount(counts.indices, minlength=counts.shape[1])
         # A word of one item alone says nothing about likeness; a small catalog keeps it, for it has little else.
         known = np.flatnonzero(frequency >= (2 if counts.shape[0] > 1000 else 1))
@@ -102,4 +107,4 @@ class TextFeatures:
 
     def __call__(self, table: pa.Table) -> FloatArray:
         """Unit vectors [N, D]; zero for an item that nothing describes."""
-        return unit_rows(np.asarray(self._weighted(_count(table, self.hash_bits)) @ self.components.T))
+        return unit_rows(np.asarray(self._weighted(count_features(table, self.hash_bits)) @ self.components.T))

@@ -23,7 +23,8 @@ def write_dataset(folder: Path, num_users: int = NUM_USERS, seed: int = 0) -> Pa
     rng = np.random.default_rng(seed)
     histories = [rng.integers(0, NUM_ITEMS, rng.integers(1, 12)).tolist() for _ in range(num_users)]
     folder.mkdir(parents=True)
-    pq.write_table(pa.table({"item": [f"item-{row}" for row in range(NUM_ITEMS)], "count": [1] * NUM_ITEMS}), folder / "items.parquet")
+    counts = np.bincount(np.concatenate([history[:-2] for history in histories]).astype(np.int64), minlength=NUM_ITEMS)
+    pq.write_table(pa.table({"item": [f"item-{row}" for row in range(NUM_ITEMS)], "count": counts}), folder / "items.parquet")
     pq.write_table(
         pa.table({
             "user": [f"user-{row}" for row in range(num_users)],

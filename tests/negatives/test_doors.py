@@ -24,6 +24,7 @@ from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.retriever_search import ExactSearch
+from semantide.shared.negative_sampling import NegativeMix
 from semantide.shared.negative_shards import NegativeShards, ShardBoard, shard_key
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 from semantide.shared.queues import queue_name
@@ -70,12 +71,12 @@ def test_what_the_room_draws_is_what_a_run_would_draw_itself(room: Room, dataset
     sent: list[NegativesWanted] = []
     clock = Clock(meanwhile=lambda: tasks.draw_shard(sent.pop(0), room) if sent else None)
     shards = shards_of(room, wanted, sent.append, clock)
-    events_T = np.random.default_rng(0).permutation(len(shards.source.events.rows_E))[:50]
+    events_T = np.random.default_rng(0).permutation(shards.source.num_events)[:50]
     alone = shards_of(room, wanted, lambda _: None, Clock())
     for epoch in range(3):
         own, drawn = alone.draw(epoch, events_T), shards.draw(epoch, events_T)
         assert np.array_equal(drawn, own)
-    total = shards.source.events.num_shards
+    total = shards.source.num_shards
     assert (shards.drawn_here, shards.from_room) == (0, 3 * total)
     assert alone.drawn_here > 0, "what was taken away or never made is drawn by the run"
 
@@ -97,14 +98,14 @@ def test_the_wish_goes_through_a_real_queue_and_worker(room: Room, dataset: str,
 def test_epochs_are_asked_for_ahead_once_and_taken_away_behind(room: Room, dataset: str) -> None:
     wanted = NegativesWanted(dataset=dataset, mix={"popularity": 2})
     shards = shards_of(room, wanted, room.send, Clock())
-    total = shards.source.events.num_shards
+    total = shards.source.num_shards
     shards.prefetch(0)
     shards.prefetch(0)
     assert waiting(room) == total
     for epoch in (0, 1):
         for number in range(total):
             tasks.draw_shard(wanted.model_copy(update={"epoch": epoch, "shard": number}), room)
-    everything = np.arange(len(shards.source.events.rows_E))
+    everything = np.arange(shards.source.num_events)
     shards.draw(0, everything)
     assert waiting(room) == 2 * total and len(room.store.list("negatives")) == 2 * total
     shards.draw(1, everything)
@@ -149,6 +150,40 @@ def test_what_runs_leave_behind_is_swept_a_day_later(room: Room, dataset: str) -
     assert board.sweep(drawn_at + 60) == 0 and board.waiting() == 1
     assert board.sweep(drawn_at + negative_shards.KEPT_SECONDS + 1) == 1
     assert board.waiting() == 0 and not room.store.exists(ref.decode())
+
+
+def test_a_job_draws_whole_epochs_that_a_run_finds(room: Room, dataset: str, catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, mix = {"dataset": dataset, "catalog": catalog}, {"popularity": 3, "prefix": 1}
+    made = context(room, inputs=inputs, config={"epochs": 2, "mix": mix}, seed=6)
+    stored, calls = job.store_shard, 0
+
+    def dies(*arguments: Any) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise JobCancelled("stop")
+        return stored(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "store_shard", dies)
+        with pytest.raises(JobCancelled):
+            job.run(made)
+    result = job.run(made).result
+    wanted = NegativesWanted(dataset=dataset, catalog=catalog, mix=NegativeMix.of(mix).values(), seed=6)
+    shards = shards_of(room, wanted, lambda _: None, Clock())
+    assert result == {"shards": 2 * shards.source.num_shards, "epochs": 2, "events": shards.source.num_events, "negatives": 4}
+    for epoch in (0, 1):
+        drawn = shards.draw(epoch, np.arange(shards.source.num_events))
+        assert np.array_equal(drawn, np.concatenate([shards.source.shard(6, epoch, number) for number in range(shards.source.num_shards)]))
+    assert (shards.from_room, shards.drawn_here) == (result["shards"], 0)
+    for config, given, text in (
+        ({"epochs": 0}, inputs, "whole number from 1"),
+        ({"epochs": 1, "width": 3}, inputs, "draws no shards"),
+        ({"epochs": 1, "mix": {"wrong": 3}}, inputs, "'wrong' is unknown"),
+        ({"epochs": 1}, {**inputs, "model": dataset}, "catalog, dataset, model"),
+    ):
+        with pytest.raises(BadData, match=text):
+            job.run(context(room, inputs=given, config=config))
 
 
 def test_a_wrong_wish_names_what_is_wrong(room: Room, dataset: str) -> None:

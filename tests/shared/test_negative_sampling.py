@@ -18,8 +18,8 @@ def test_an_alias_table_holds_the_probabilities_exactly(weights: list[float]) ->
     table = AliasTable(np.array(weights))
     size = len(weights)
     held = np.zeros(size)
-    np.add.at(held, np.arange(size), table._cut_N / size)
-    np.add.at(held, table._other_N, (1 - table._cut_N) / size)
+    np.add.at(held, np.arange(size), table.cut_N / size)
+    np.add.at(held, table.other_N, (1 - table.cut_N) / size)
     np.testing.assert_allclose(held, np.array(weights) / sum(weights), atol=1e-12)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,16 @@ import pyarrow as pa
 import pytest
 import scipy.sparse as sp
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from semantide.services.tokenization import content as content_module
-from semantide.services.tokenization.collaborative import collaborative_vectors, cooccurrence, positive_information
+from semantide.services.tokenization.collaborative import collaborative_vectors, positive_information
 from semantide.services.tokenization.content import content_vectors
 from semantide.services.tokenization.spelling import read_vectors
-from semantide.shared.dataset import Dataset
+from semantide.shared.dataset import Dataset, StoredDataset
 from semantide.shared.errors import BadData
+from semantide.shared.executors import LocalExecutor, Steps, read
 from semantide.shared.models import minilm
 from semantide.shared.models.linear_map import LinearMap, truncated_svd, unit_rows
 from semantide.shared.models.minilm import MiniLM
@@ -87,37 +91,104 @@ def test_ridge_recovers_a_linear_map() -> None:
         LinearMap.fit(inputs, inputs[:3], 0.1)
 
 
-def test_cooccurrence_by_hand() -> None:
-    counts = cooccurrence(np.array([0, 1, 2, 0, 1, 1]), np.array([0, 0, 0, 1, 1, 1]), 3, window=2, decay=0.5).toarray()
-    assert np.array_equal(counts, [[0, 1 + 1 + 0.5, 0.5], [2.5, 0, 1], [0.5, 1, 0]])
-    information = positive_information(sp.csr_matrix(counts), 1.0).toarray()
+def of_histories(histories: list[list[int]], num_items: int, held_out: int = 0) -> Dataset:
+    lengths = np.array([len(history) for history in histories], np.int64)
+    items = np.concatenate([*map(np.asarray, histories), np.zeros(0)]).astype(np.int32)
+    train_end = np.maximum(lengths - held_out, 0).astype(np.int32)
+    trained = [item for history in histories for item in history[: max(len(history) - held_out, 0)]]
+    table = pa.table({"count": np.bincount(np.array(trained, np.int64), minlength=num_items)})
+    names = tuple(f"i{item}" for item in range(num_items))
+    users = tuple(str(user) for user in range(len(histories)))
+    return Dataset(users, names, items, np.zeros(len(items), np.int64), np.append(0, np.cumsum(lengths)), train_end, train_end, table, {})
+
+
+def information(dataset: Dataset, config: TokenizerConfig, folder: Path, part_rows: int = 1000) -> sp.csr_matrix:
+    return positive_information(dataset, config, Steps(LocalExecutor(), folder), part_rows=part_rows)
+
+
+def added_up(dataset: Dataset, config: TokenizerConfig) -> sp.csr_matrix:
+    """Pair after pair, all events at once."""
+    num_items, lengths = len(dataset.item_ids), np.diff(dataset.offsets)
+    users = np.repeat(np.arange(len(lengths)), lengths)
+    trained = np.arange(len(users)) - dataset.offsets[users] < dataset.train_end[users]
+    items, users = dataset.items[trained], users[trained]
+    total = sp.csr_matrix((num_items, num_items), dtype=np.float64)
+    for lag in range(1, config.window + 1):
+        left, right = items[:-lag], items[lag:]
+        same = (users[:-lag] == users[lag:]) & (left != right)
+        weight = np.full(int(same.sum()), config.decay ** (lag - 1))
+        total = total + sp.csr_matrix((weight, (left[same], right[same])), shape=total.shape)
+    counts = (total + total.T).tocsr()
+    rows = np.asarray(counts.sum(axis=1)).ravel()
+    context = rows**config.smoothing
+    context /= max(context.sum(), 1e-12)
+    pairs = counts.tocoo()
+    values = np.log(pairs.data / rows[pairs.row] / context[pairs.col])
+    keep = values > 0
+    return sp.csr_matrix((values[keep].astype(np.float32), (pairs.row[keep], pairs.col[keep])), shape=counts.shape)
+
+
+def test_pairs_by_hand(tmp_path: Path) -> None:
+    counts = np.array([[0, 1 + 1 + 0.5, 0.5], [2.5, 0, 1], [0.5, 1, 0]])
+    found = information(of_histories([[0, 1, 2], [0, 1, 1]], 3), TokenizerConfig(window=2, decay=0.5, smoothing=1.0), tmp_path).toarray()
     expected = np.maximum(np.log(np.maximum(counts, 1e-30) * counts.sum() / np.outer(counts.sum(1), counts.sum(1))), 0)
-    assert np.allclose(information, expected, atol=1e-6)
+    assert np.allclose(found, expected, atol=1e-6)
 
 
-def test_nothing_of_validation_or_test_leaks(rows_of: Rows, make_dataset: Callable[..., Dataset]) -> None:
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 6), max_size=12), max_size=12), st.integers(0, 2), st.integers(1, 9), st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    st.integers(1, 60),
+)  # fmt: skip
+def test_parts_of_any_size_give_the_sums_of_all_to_the_last_bit(histories: list[list[int]], held_out: int, window: int, decay: float, part_rows: int) -> None:
+    dataset, config = of_histories(histories, 7, held_out), TokenizerConfig(window=window, decay=decay)
+    with TemporaryDirectory() as folder:
+        found, expected = information(dataset, config, Path(folder), part_rows), added_up(dataset, config)
+    if not found.shape[0]:
+        assert not expected.nnz
+        return
+    assert np.array_equal(found.indptr, expected.indptr) and np.array_equal(found.indices, expected.indices)
+    assert found.data.tobytes() == expected.data.tobytes()
+
+
+def test_a_stored_data_set_is_read_as_one_in_memory(rows_of: Rows, dataset_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = dataset_folder(rows_of(40), num_users=300)
+    loaded, stored = Dataset.load(folder), StoredDataset(folder)
+    assert loaded.item_ids == stored.item_ids and loaded.item_table.equals(stored.item_table)
+    for num_events in (1, 70, 10**6):
+        parts = [data.parts(Steps(LocalExecutor(), tmp_path), num_events) for data in (loaded, stored)]
+        one, other = ([read(pieces) for pieces in each] for each in parts)
+        assert len(one) == len(other) and all(left.equals(right) for left, right in zip(one, other, strict=True))
+        assert pa.concat_tables(one)["items"].to_pylist() == [loaded.history(user).tolist() for user in range(300)]
+
+
+def test_nothing_of_validation_or_test_leaks(rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path) -> None:
     dataset = make_dataset(rows_of(80))
     items = dataset.items.copy()
     for user in range(len(dataset.user_ids)):
         items[dataset.offsets[user] + dataset.train_end[user] : dataset.offsets[user + 1]] = 0
-    vectors, seen = collaborative_vectors(dataset, TokenizerConfig(), 0)
-    other, other_seen = collaborative_vectors(replace(dataset, items=items), TokenizerConfig(), 0)
+    (vectors, seen), (other, other_seen) = (
+        collaborative_vectors(data, TokenizerConfig(), 0, Steps(LocalExecutor(), tmp_path / name), part_rows=10**6)
+        for name, data in (("a", dataset), ("b", replace(dataset, items=items)))
+    )
     assert np.array_equal(vectors, other) and np.array_equal(seen, other_seen) and seen.sum() > 40
 
 
-def test_items_of_one_crowd_are_near(rows_of: Rows, make_dataset: Callable[..., Dataset]) -> None:
-    vectors, seen = collaborative_vectors(make_dataset(rows_of(80), num_users=400), TokenizerConfig(collaborative_dim=16), 0)
+def test_items_of_one_crowd_are_near(rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path) -> None:
+    dataset = make_dataset(rows_of(80), num_users=400)
+    vectors, seen = collaborative_vectors(dataset, TokenizerConfig(collaborative_dim=16), 0, Steps(LocalExecutor(), tmp_path / "steps"), part_rows=10**6)
     genre = np.arange(80) % 8
     likeness, same = vectors @ vectors.T, genre[:, None] == genre
     assert seen.all() and likeness[same].mean() > likeness[~same].mean() + 0.2
 
 
-def test_nobody_touched_anything(rows_of: Rows, make_dataset: Callable[..., Dataset]) -> None:
-    vectors, seen = collaborative_vectors(make_dataset(rows_of(20), num_users=0), TokenizerConfig(), 0)
+def test_nobody_touched_anything(rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path) -> None:
+    dataset = make_dataset(rows_of(20), num_users=0)
+    vectors, seen = collaborative_vectors(dataset, TokenizerConfig(), 0, Steps(LocalExecutor(), tmp_path / "steps"), part_rows=10**6)
     assert vectors.shape == (20, 0) and not seen.any()
 
 
-def test_given_embeddings_are_taken_and_missing_ones_predicted(rows_of: Rows, make_dataset: Callable[..., Dataset]) -> None:
+def test_given_embeddings_are_taken_and_missing_ones_predicted(rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     centres = random.normal(size=(8, 12))
     rows = rows_of(160)
@@ -127,16 +198,16 @@ def test_given_embeddings_are_taken_and_missing_ones_predicted(rows_of: Rows, ma
     missing = range(5, 160, 11)
     for number in missing:
         rows[number]["embedding"] = None
-    content = content_vectors(make_dataset(rows).item_table, TokenizerConfig(), 0)
+    content = content_vectors(make_dataset(rows).item_table, TokenizerConfig(), 0, Steps(LocalExecutor(), tmp_path / "steps"))
     assert content.source == "embedding" and content.counts == {"embedding": 160 - len(missing), "predicted from text": len(missing)}
     given = [number for number in range(160) if number not in missing]
     assert np.allclose(content.vectors[given], truth[given], atol=1e-6)
     assert (content.vectors[list(missing)] * truth[list(missing)]).sum(axis=1).min() > 0.5
 
 
-def test_embeddings_asked_for_but_absent(rows_of: Rows, make_dataset: Callable[..., Dataset]) -> None:
+def test_embeddings_asked_for_but_absent(rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path) -> None:
     with pytest.raises(BadData, match="no item of the data set has an embedding"):
-        content_vectors(make_dataset(rows_of(20)).item_table, TokenizerConfig(content="embedding"), 0)
+        content_vectors(make_dataset(rows_of(20)).item_table, TokenizerConfig(content="embedding"), 0, Steps(LocalExecutor(), tmp_path / "steps"))
 
 
 @pytest.mark.parametrize(("wrong", "text"), [([1.0, 2.0], "2 numbers where the catalog has 3"), ([1.0, float("nan"), 0.0], "NaN or infinity")])
@@ -176,20 +247,33 @@ def test_the_text_encoder_knows_what_is_alike() -> None:
 def test_texts_that_were_encoded_before_a_crash_are_not_encoded_again(
     rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content_module, "_BLOCK", 10)
+    monkeypatch.setattr(content_module, "_ENCODED_ROWS", 10)
     table, config = make_dataset(rows_of(24)).item_table, TokenizerConfig(content="minilm")
 
-    def crash(stage: str, done: float, total: float) -> None:
-        if done > 10:
+    def crash(done: int, total: int, name: str) -> None:
+        if done > 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        content_vectors(table, config, 0, crash, tmp_path)
-    assert [path.name for path in (tmp_path / "text").iterdir()] == ["0.npy"]
-    done: list[float] = []
-    content = content_vectors(table, config, 0, lambda stage, number, total: done.append(number), tmp_path)
-    assert min(done) > 10 and content.counts == {"minilm": 24, "nothing": 0}
-    assert np.allclose(content.vectors, content_vectors(table, config, 0).vectors, atol=1e-6)
+        content_vectors(table, config, 0, Steps(LocalExecutor(), tmp_path, crash))
+    encoded = {path: path.stat().st_mtime_ns for path in (tmp_path / "sentences").rglob("vectors.arrow")}
+    assert len(encoded) == 2
+    content = content_vectors(table, config, 0, Steps(LocalExecutor(), tmp_path))
+    assert content.counts == {"minilm": 24, "nothing": 0} and all(path.stat().st_mtime_ns == changed for path, changed in encoded.items())
+    assert np.array_equal(content.vectors, content_vectors(table, config, 0, Steps(LocalExecutor(), tmp_path / "again")).vectors)
+
+
+def test_texts_in_parts_of_any_size_are_hashed_alike(
+    rows_of: Rows, make_dataset: Callable[..., Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = make_dataset(rows_of(60)).item_table
+    whole = content_vectors(table, TokenizerConfig(), 0, Steps(LocalExecutor(), tmp_path / "whole"))
+    features, vectors = TextFeatures.fit(table, dim=96, hash_bits=18, max_buckets=32768, seed=0)
+    monkeypatch.setattr(content_module, "_HASHED_ROWS", 7)
+    parts = content_vectors(table, TokenizerConfig(), 0, Steps(LocalExecutor(), tmp_path / "parts"))
+    assert whole.text is not None and parts.text is not None
+    assert vectors.tobytes() == whole.vectors.tobytes() == parts.vectors.tobytes()
+    assert np.array_equal(features.components, parts.text.components)
 
 
 def test_a_trained_retrievers_folder_gives_the_vectors(tmp_path: Path) -> None:

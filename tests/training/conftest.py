@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from semantide.shared.contracts import JobSpec, Message
 from semantide.shared.dataset import Dataset
 from semantide.shared.jobs import JobContext, Jobs
 
+from .forked_ranks import Ranks
+
 NUM_ITEMS, NUM_USERS = 60, 80
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks(tmp_path_factory.mktemp("ranks") / "errors.txt")
+    yield started
+    started.close()
 
 
 def write_dataset(folder: Path, num_users: int = NUM_USERS, num_items: int = NUM_ITEMS) -> Path:

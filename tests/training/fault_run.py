@@ -101,7 +101,7 @@ def uneven(world: World, folder: Path, argument: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     lengths = [int(length) for length in np.random.default_rng(2).geometric(0.2, 101 + 57).clip(1, 40)]
-    finished(trained(world, folder, lengths, fault=fault), folder, world)
+    finished(trained(world, folder, lengths, fault=fault, batch=120), folder, world)
 
 
 def torn(world: World, folder: Path, argument: str) -> None:

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,36 +12,7 @@ import pytest
 from semantide.services.training.launch import Launch, launch
 from semantide.shared.broker import free_port
 
-SCRIPT = Path(__file__).with_name("fault_run.py")
-
-
-class Ranks:
-    """Runs cases of ``fault_run.py``."""
-
-    def __init__(self, errors: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        self._errors = errors.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-
-    def __call__(self, case: str, size: int, folder: Path, argument: str = "") -> list[int]:
-        folder.mkdir(exist_ok=True)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{case} {size} {folder} {argument}\n")
-        self._process.stdin.flush()
-        return [int(status) for status in self._process.stdout.readline().split()]
-
-    def close(self) -> None:
-        self._process.communicate()
-        self._errors.close()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("ranks") / "errors.txt")
-    yield started
-    started.close()
+from .forked_ranks import SCRIPT, Ranks, environment
 
 
 def consumed(folder: Path) -> dict[tuple[int, int], Counter[int]]:
@@ -71,10 +41,17 @@ def run(ranks: Ranks, folder: Path, number: int, size: int, argument: str = "") 
     return statuses
 
 
-def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank that nothing happens to: what all others are compared with."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    assert run(ranks, folder, 0, 1) == [0]
+    return folder
+
+
+def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_of_ranks(ranks: Ranks, alone: Path, tmp_path: Path) -> None:
     """158 samples; killed on 2 ranks, then on 3, then on 1, and ended on 2."""
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    assert run(ranks, alone, 0, 1) == [0]
+    killed = tmp_path / "killed"
     for number, (size, argument) in enumerate([(2, "1:3"), (3, "0:9"), (1, "0:12"), (2, "")]):
         statuses = run(ranks, killed, number, size, argument)
         if argument:
@@ -92,8 +69,8 @@ def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_o
         assert other["total"] == pytest.approx(one["total"], rel=1e-9)
 
 
-def test_kill_9_of_a_rank_starts_all_of_the_job_again_and_nothing_of_the_run_is_other(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, alone = tmp_path / "together", tmp_path / "alone"
+def test_kill_9_of_a_rank_starts_all_of_the_job_again_and_nothing_of_the_run_is_other(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = tmp_path / "together"
     together.mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -101,7 +78,6 @@ def test_kill_9_of_a_rank_starts_all_of_the_job_again_and_nothing_of_the_run_is_
     command = [sys.executable, str(SCRIPT), str(together), "1:5"]
     launch(command, Launch(2, 3), failed=lambda: None, lost=lambda attempt, how: lost.append(how))
     assert lost == ["rank 1 was killed by signal 9 (out of memory?)"]
-    assert run(ranks, alone, 0, 1) == [0]
     for rank in range(2):
         assert result(together, rank)["losses"] == pytest.approx(result(alone)["losses"], rel=1e-9)
 
@@ -168,13 +144,12 @@ def test_101_samples_on_one_rank_and_57_on_the_other_train_as_on_one(ranks: Rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_each", [1, 2])
-def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path: Path, ranks_each: int) -> None:
+def test_a_lost_host_starts_the_ranks_of_all_hosts_again(alone: Path, tmp_path: Path, ranks_each: int) -> None:
     """Two agents of torchrun, as on two hosts; one is killed with all that it started, and another one takes its place."""
     folder = tmp_path / "together"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
     # An agent that stays would otherwise not tell one that comes later where the ranks meet.
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    agents = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     port = free_port()
 
     def agent(leads: bool, argument: str) -> subprocess.Popen[bytes]:
@@ -182,7 +157,7 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
         patience = f"--rdzv-conf=is_host={int(leads)},keep_alive_interval=1,keep_alive_max_attempt=8"
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument],
-            env=environment,
+            env=agents,
             stdin=subprocess.DEVNULL,
         )
 
@@ -195,8 +170,7 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
         for host in hosts:
             host.terminate()
             host.wait()
-    assert run(ranks, tmp_path / "alone", 0, 1) == [0]
-    one = result(tmp_path / "alone")
+    one = result(alone)
     for rank in range(2 * ranks_each):
         other = result(folder, rank)
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-9) and other["total"] == pytest.approx(one["total"], rel=1e-9)

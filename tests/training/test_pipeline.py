@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from semantide.services.training.batches import HistoryBatch
 from semantide.services.training.fence import Staleness
 from semantide.services.training.load_balancing import Share
+from semantide.services.training.objective import LossSum, TableRows
 from semantide.services.training.occupancy import Occupancy
 from semantide.services.training.pipeline import Pipeline
 from semantide.shared.jagged import Jagged
@@ -71,8 +72,11 @@ class Asking:
     def counts(self, batch: HistoryBatch) -> Tensor:
         return batch.items.offsets_B1[-1:]
 
-    def loss(self, batch: HistoryBatch, rows: Any) -> Any:
-        raise NotImplementedError
+    def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows]) -> LossSum:
+        """Its gradients are the rows themselves and the batch, so that everything depends on everything before it."""
+        asked, counts_K = rows["items"], self.counts(batch)
+        sums = asked.vectors_UD.square().sum() * (1 + batch.items.values.sum() % 3) + asked.vectors_UD[asked.inverse_R].sum()
+        return LossSum(sums.view(1) * counts_K, counts_K, torch.ones(1))
 
 
 def share_of(step: int) -> Share:
@@ -82,7 +86,6 @@ def share_of(step: int) -> Share:
 
 
 def run(pipeline: Pipeline, length: int, stop_at: int | None = None) -> dict[str, Tensor]:
-    """Gradients are the rows themselves and the step, so that everything depends on everything before it."""
     with pipeline:
         for place in range(length):
             if place == stop_at:
@@ -90,8 +93,7 @@ def run(pipeline: Pipeline, length: int, stop_at: int | None = None) -> dict[str
                 return {name: tensor.clone() for name, tensor in pipeline.on_the_way().items()}
             flight = pipeline.take()
             if flight.rows:
-                rows = flight.rows["items"]
-                (rows.vectors_UD.square().sum() * (1 + flight.step % 3) + rows.vectors_UD[rows.inverse_R].sum()).backward()
+                pipeline._objective.loss(flight.batch, flight.rows).total().backward()
             pipeline.give_back(flight, 0.1)
     return {}
 

@@ -1,8 +1,4 @@
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,32 +7,7 @@ from safetensors.torch import load_file
 
 from semantide.services.training.world import World
 
-SCRIPT = Path(__file__).with_name("world_run.py")
-
-
-class Ranks:
-    """Runs cases of ``world_run.py``."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, str(SCRIPT)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __call__(self, case: str, size: int, folder: Path, argument: str = "") -> list[int]:
-        folder.mkdir(exist_ok=True)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{case} {size} {folder} {argument}\n")
-        self._process.stdin.flush()
-        return [int(status) for status in self._process.stdout.readline().split()]
-
-    def close(self) -> None:
-        self._process.communicate(timeout=120)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+from .forked_ranks import Ranks
 
 
 def test_one_process_is_a_world_whose_collectives_return_what_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +67,22 @@ def test_training_with_a_table_over_ranks_is_that_of_one_process(ranks: Ranks, t
         assert all(torch.equal(others[0][name], other[name]) for other in others)
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_stages_on_threads_of_two_ranks_give_what_one_thread_gives(ranks: Ranks, tmp_path: Path, staleness: int) -> None:
+    assert ranks("train", 1, tmp_path / "one", f"retriever2-{staleness}-1") == [0]
+    assert ranks("train", 2, tmp_path / "two", f"retriever2-{staleness}-6") == [0, 0]
+    one, *others = (load_file(tmp_path / name) for name in ("one/rank-0.safetensors", "two/rank-0.safetensors", "two/rank-1.safetensors"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(others[0][name], tensor, rtol=1e-4, atol=1e-6)
+        assert torch.equal(others[0][name], others[1][name])
+
+
+@pytest.mark.parametrize(("how", "ended"), [("stop", ["JobCancelled", "JobCancelled"]), ("break", ["RankLost", "OSError"])])
+def test_all_ranks_end_when_one_is_stopped_or_fails_amid_its_exchanges(ranks: Ranks, tmp_path: Path, how: str, ended: list[str]) -> None:
+    assert ranks("train", 2, tmp_path, f"retriever2-2-6:{how}") == [0, 0]
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ended
+
+
 def test_a_table_over_ranks_goes_on_with_other_ranks_and_groups(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks("train", 4, tmp_path / "stopped", "retriever2:stop") == [0] * 4
     assert ranks("train", 2, tmp_path / "stopped", "retriever2:stop") == [0] * 2
@@ -106,7 +93,7 @@ def test_a_table_over_ranks_goes_on_with_other_ranks_and_groups(ranks: Ranks, tm
 
 def test_all_ranks_stop_at_the_step_in_which_one_is_asked_to_and_others_may_go_on(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks("train", 2, tmp_path / "stopped", "sasrec:stop") == [0, 0]
-    assert {(tmp_path / "stopped" / f"stopped-{rank}").read_text() for rank in range(2)} == {"5"}
+    assert {json.loads((tmp_path / "stopped" / f"state-{rank}.json").read_text()) for rank in range(2)} == {5}
     # Three processes take up what two have begun.
     assert ranks("train", 3, tmp_path / "stopped", "sasrec:stop") == [0, 0, 0]
     assert ranks("train", 1, tmp_path / "alone", "sasrec") == [0]

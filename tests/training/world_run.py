@@ -130,25 +130,26 @@ def exchange(world: World, folder: Path, argument: str) -> None:
 
 
 def train(world: World, folder: Path, argument: str) -> None:
-    """A run in float64; ``generator:stop`` is stopped once by its last rank, and goes on."""
+    """A run in float64; ``generator:stop`` is stopped once by its last rank, and goes on; with ``:break`` it fails there."""
     kind, _, how = argument.partition(":")
     model, objective, config = _model(kind, world)
     sampler = Sampler([(user + np.arange(length)) % 24 for user, length in enumerate(LENGTHS)], config, 5, None, (world.rank, world.size))
-    stop_at = 5 if how == "stop" and world.rank == world.size - 1 and not (folder / "checkpoints").exists() else -1
+    stop_at = 5 if how and world.rank == world.size - 1 and not (folder / "checkpoints").exists() else -1
     calls, metrics = 0, []
 
     def check() -> None:
         nonlocal calls
         calls += 1
         if calls == stop_at:
-            raise JobCancelled("stop")
+            raise JobCancelled("stop") if how == "stop" else OSError("broken")
 
     listener = Listener(lambda: 0.0, metric=lambda step, values: metrics.append(values), check_cancelled=check)
     trainer = Trainer(config, objective, sampler, None, listener, folder / "checkpoints", seed=5, world=world)
     try:
         state = trainer.run()
-    except JobCancelled:
-        (folder / f"stopped-{world.rank}").write_text(str(trainer.state.step))
+    except (JobCancelled, RankLost, OSError) as error:
+        (folder / f"ended-{world.rank}").write_text(type(error).__name__)
+        (folder / f"state-{world.rank}.json").write_text(json.dumps(trainer.state.step))
         return
     assert all(world.size == 1 or "imbalance" in values for values in metrics if "loss" in values)
     tables = {name: table.read(torch.arange(24)) for name, table in objective.tables.items()}
@@ -165,9 +166,12 @@ def few(world: World, folder: Path, argument: str) -> None:
     assert state.step == 2 and all(np.isfinite(state.losses))
 
 
-def _retriever(group: int, config: TrainConfig, world: World) -> tuple[torch.nn.Module, Any, TrainConfig]:
-    """With its table here, or dealt out to groups of ranks."""
-    config = replace(config, model_type="retriever", table_optimiser="row-adam", muon_rate=0.0, ema=0.0, staleness=group % 2, batches_in_flight=4)
+def _retriever(kind: str, config: TrainConfig, world: World) -> tuple[torch.nn.Module, Any, TrainConfig]:
+    """``GROUP[-STALENESS-IN_FLIGHT]``: with its table here, or dealt out to groups of so many ranks."""
+    group, staleness, in_flight = map(int, kind.split("-")) if "-" in kind else (int(kind), int(kind) % 2, 4)
+    config = replace(
+        config, model_type="retriever", table_optimiser="row-adam", muon_rate=0.0, ema=0.0, staleness=staleness, batches_in_flight=in_flight, sync_steps=2
+    )
     torch.set_default_dtype(torch.float64)
     shape = RetrieverConfig(num_layers=1, hidden_size=16, num_heads=2, max_items=30, dropout=0.0, embedding_dropout=0.0)
     model = Retriever(shape)
@@ -185,7 +189,7 @@ def _model(kind: str, world: World) -> tuple[torch.nn.Module, NextItem | NextTok
     config = replace(tiny(), epochs=2, items_per_batch=90, ema=0.9, muon_rate=0.01, max_items=30, warmup_steps=2, log_every=1, skip_rate=0.2)
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # ranks begin with what the first one has
     if kind.startswith("retriever"):
-        return _retriever(int(kind.removeprefix("retriever")), config, world)
+        return _retriever(kind.removeprefix("retriever"), config, world)
     if kind == "sasrec":
         config = replace(config, model_type="sasrec", label_smoothing=0.1)
         sasrec = SASRec(SASRecConfig(num_items=24, max_items=30, hidden_size=16, num_layers=1, dropout=0.0, embedding_dropout=0.0)).double()

@@ -1,0 +1,53 @@
+"""The configured actions by number, in the order of their names: what steps over many events carry in the place of words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Numbers = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Actions in the order of their names, and how much of a like each is."""
+
+    names: tuple[str, ...]
+    intensities: tuple[float, ...]
+
+    @classmethod
+    def of(cls, actions: Mapping[str, float]) -> Signals:
+        """The actions of a deployment."""
+        names = tuple(sorted(actions))
+        return cls(names, tuple(float(actions[name]) for name in names))
+
+    def numbers(self, words: pa.ChunkedArray) -> Numbers:
+        """The number of each word, -1 for one that is not configured."""
+        found = pc.index_in(words, value_set=pa.array(self.names, words.type)).fill_null(-1)
+        return np.asarray(found.to_numpy(), dtype=np.int16)
+
+    def words(self, numbers: Numbers) -> pa.Array:
+        """The words again."""
+        return pa.DictionaryArray.from_arrays(pa.array(numbers), pa.array(self.names, pa.string())).cast(pa.string())
+
+    def intensity(self, numbers: Numbers) -> npt.NDArray[np.float64]:
+        """How much of a like each is."""
+        return np.asarray(self.intensities, dtype=np.float64)[numbers]
+
+    def strongest(self, numbers: Numbers, starts: npt.NDArray[np.int64], *, dislike_first: bool = False) -> Numbers:
+        """Of each stretch of numbers, the action with the highest intensity, the later name where two are equal; with ``dislike_first`` a dislike outweighs all.
+
+        Shapes: ``starts`` are where stretches begin, ascending from 0.
+        """
+        if not len(starts):
+            return numbers[:0]
+        strength = np.asarray([1000 - intensity if dislike_first and intensity < 0 else intensity for intensity in self.intensities])
+        by_force = np.argsort(strength, kind="stable").astype(np.int16)
+        force = np.empty_like(by_force)
+        force[by_force] = np.arange(len(by_force), dtype=np.int16)
+        return by_force[np.maximum.reduceat(force[numbers], starts)]
