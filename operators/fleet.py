@@ -82,6 +82,19 @@ class Fleet:
                     del found[number]
         return found
 
+    def room_when_empty(self, number: int, shape: Shape) -> int:
+        """How many such pods one node could carry if it carried nothing else."""
+        node = self.nodes[number]
+        pods: float = 1 << 30
+        if shape.npus:
+            healthy = node.healthy & ((1 << node.capacity) - 1)
+            pods = rings.pods_that_fit(healthy, node.capacity, node.ring_size if shape.aligned else 0, shape.npus)
+        if shape.millicores:
+            pods = min(pods, node.millicores // shape.millicores)
+        if shape.memory_bytes:
+            pods = min(pods, node.memory_bytes // shape.memory_bytes)
+        return int(pods)
+
     def _by_other_means(self, number: int, shape: Shape, pods: int) -> int:
         least: float = min(pods, self._pods[number])
         if shape.millicores:
@@ -121,6 +134,10 @@ class Fleet:
         for pod in pods:
             if (number := self.numbers.get(pod.node)) is not None:
                 self._move(number, shape, rings.mask_of(list(pod.npus)) & self.nodes[number].healthy, 1)
+
+    def close(self, number: int) -> None:
+        """Let no further pod onto this node."""
+        self.free[number], self._pods[number] = 0, 0
 
     def _move(self, number: int, shape: Shape, npus: int, sign: int) -> None:
         self.free[number] = self.free[number] | npus if sign > 0 else self.free[number] & ~npus

@@ -137,10 +137,10 @@ def _claimed(slices: Iterable[Body], claims: Iterable[Body]) -> tuple[dict[str, 
 
 def _readiness(body: Body, now: float) -> tuple[str, bool]:
     """Why no new pod may come, and whether the pods that are there count as lost."""
-    condition = next((entry for entry in (body.get("status") or {}).get("conditions") or () if entry.get("type") == "Ready"), {})
+    condition: Body = next((entry for entry in (body.get("status") or {}).get("conditions") or () if entry.get("type") == "Ready"), {})
     if condition.get("status") != "True":
-        since = condition.get("lastTransitionTime")
-        return "not ready", bool(since) and now - seconds_of(since) >= GONE_SECONDS
+        since = str(condition.get("lastTransitionTime") or "")
+        return "not ready", since != "" and now - seconds_of(since) >= GONE_SECONDS
     if _metadata(body).get("deletionTimestamp"):
         return "being deleted", False
     return ("cordoned" if (body.get("spec") or {}).get("unschedulable") else ""), False
@@ -205,7 +205,8 @@ def _node(
         name, capacity = profile.resource_name, max(devices[1], default=-1) + 1
         sick |= set(range(capacity)) - set(devices[1])
     ring = profile_of_resource(name).ring_size(labels)
-    held = {**_holders(uses, capacity, ring), **claimed}
+    users = set(claimed.values())  # a claim says better than a pod's own annotation what it has
+    held = _holders([use for use in uses if use.holder not in users], capacity, ring) | dict(claimed)
     missing = capacity - int(quantity(usable.get(name, capacity))) - len(sick) if name and devices is None else 0
     if missing > 0:  # the plugin says how many are sick, and nobody which: those that nobody holds, from the end
         sick |= set([npu for npu in reversed(range(capacity)) if npu not in held and npu not in sick][:missing])
@@ -230,6 +231,8 @@ def _node(
         slow=max(slow, _SLOWED) if health.slow else slow,
         unusable=readiness[0],
         gone=readiness[1],
+        millicores=1000 * quantity(usable.get("cpu", 0)),
+        memory_bytes=quantity(usable.get("memory", 0)),
         free_millicores=1000 * quantity(usable.get("cpu", 0)) - sum(use.millicores for use in uses),
         free_memory_bytes=quantity(usable.get("memory", 0)) - sum(use.memory_bytes for use in uses),
         free_pods=quantity(usable.get("pods", 110)) - len(uses),

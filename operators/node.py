@@ -35,7 +35,8 @@ class Node:
 
     ``healthy`` holds the NPUs that a new pod may get; ``lost`` those whose holder must leave (a fault that stops its work).
     ``slow`` is the step time of gangs here over what it should be: 1.25 is a quarter slower. ``unusable`` says why no new
-    pod may come; ``gone`` that pods which were here are lost. Free processor time, memory and pods are what others left.
+    pod may come; ``gone`` that pods which were here are lost. Processor time, memory and pods: what pods may have in all, and
+    what others left of it.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Node:
     slow: float = 1.0
     unusable: str = ""
     gone: bool = False
+    millicores: float = math.inf
+    memory_bytes: float = math.inf
     free_millicores: float = math.inf
     free_memory_bytes: float = math.inf
     free_pods: float = math.inf

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from semantide.operators.fleet import Fleet
 from semantide.operators.node import Node
-from semantide.operators.refusal import Refusal, refusal
+from semantide.operators.refusal import Refusal, survey
 from semantide.operators.request import Request
 from semantide.operators.resources import PodPlacement
 
@@ -34,13 +34,14 @@ def place(request: Request, nodes: Fleet | Iterable[Node]) -> Placement | Refusa
     room = fleet.room(request.shape)
     count = min(len(request.pods), sum(room.values()))
     if count < request.fewest:
-        return refusal(request, fleet, room)
+        return survey(request.shape, fleet, room).refusal(request)
     if request.spread:
         chosen = _spread(request, fleet, room, count)
     else:
         room, count = _without_slow(request, fleet, room, count)
         chosen = _pack(request, fleet, room, count)
-    trial, pods = fleet.copy(), []
+    trial = fleet.copy()
+    pods: list[PodPlacement] = []
     for number in sorted(chosen, key=lambda number: (fleet.nodes[number].super_pod, fleet.nodes[number].rack, number)):
         for _ in range(chosen[number]):
             pods.append(PodPlacement(pod=request.pods[len(pods)], node=fleet.nodes[number].name, npus=trial.take(number, request.shape)))

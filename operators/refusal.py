@@ -13,16 +13,62 @@ _OBSTACLES_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """No room. ``ever`` says whether the gang would fit if nothing else ran on the nodes that may carry it."""
+class Survey:
+    """What the nodes that may carry pods of one shape have: ``fitting`` pods fit now and ``fitting_empty`` if nothing else ran there."""
 
-    key: str
-    reason: str
-    ever: bool
-    asked: int
+    shape: Shape
+    nodes: int
+    able: int
+    with_room: int
     free: int
     largest_ring: int
-    pods_that_fit: int
+    fitting: int
+    fitting_empty: int
+    unhealthy: int
+    most: int
+    offered: tuple[str, ...]
+    missing_label: str
+    obstacles: str
+
+    def ever(self, request: Request) -> bool:
+        """Whether the gang would fit if nothing else ran."""
+        return self.fitting_empty >= request.fewest
+
+    def refusal(self, request: Request) -> Refusal:
+        """Say so to one gang."""
+        return Refusal(request.key, self, "; ".join([_asked(request), *self._facts(request), *([self.obstacles] if self.obstacles else [])]))
+
+    def _facts(self, request: Request) -> list[str]:
+        shape = self.shape
+        if not self.nodes:
+            return ["the cluster has no node"]
+        if not self.able:
+            facts = [self.missing_label or f"none of {_count(self.nodes, 'node')} may carry it"]
+            if shape.npus and not self.most:
+                return [
+                    *facts,
+                    f"no node offers {shape.resource_name} ({'there is ' + ', '.join(self.offered) if self.offered else 'is the device plugin running?'})",
+                ]
+            if shape.npus > self.most:
+                facts.append(f"no node has more than {self.most:,}, so ask for at most {self.most:,} a pod and for more pods")
+            return facts
+        where = f"on the {_count(self.able, 'node')} that may carry {'it' if len(request.pods) == 1 else 'them'}"
+        if not self.ever(request):
+            sick = f" ({_count(self.unhealthy, 'NPU')} there {'is' if self.unhealthy == 1 else 'are'} unhealthy)" if self.unhealthy else ""
+            return [f"even when nothing else runs only {_fit(self.fitting_empty)} {where}{sick}"]
+        if not shape.npus:
+            return [f"{_fit(self.fitting)} now {where}"]
+        free = f"{self.free:,} {'is' if self.free == 1 else 'are'} free on {_count(self.with_room, 'node')}, at most {self.largest_ring:,} of them in one ring"
+        return [free, f"{_fit(self.fitting)} now"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No room for a gang."""
+
+    key: str
+    survey: Survey
+    reason: str
 
     def __str__(self) -> str:
         return self.reason
@@ -30,6 +76,10 @@ class Refusal:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _fit(pods: int) -> str:
+    return f"{_count(pods, 'such pod')} {'fits' if pods == 1 else 'fit'}"
 
 
 def _asked(request: Request) -> str:
@@ -49,7 +99,7 @@ def _obstacles(obstacles: Counter[str]) -> str:
     return ", ".join(named) + (f", {rest:,} have other obstacles" if rest else "")
 
 
-def _values_of(fleet: Fleet, shape: Shape) -> str:
+def _missing_label(fleet: Fleet, shape: Shape) -> str:
     """What the labels that no node fulfils are instead."""
     for term in shape.terms:
         for expression in term:
@@ -60,43 +110,23 @@ def _values_of(fleet: Fleet, shape: Shape) -> str:
     return ""
 
 
-def refusal(request: Request, fleet: Fleet, room: dict[int, int]) -> Refusal:
-    """Say why ``room`` (pods that fit, by node) is too little."""
-    shape, asked = request.shape, _asked(request)
+def survey(shape: Shape, fleet: Fleet, room: dict[int, int]) -> Survey:
+    """Look at all nodes; ``room`` has the pods that fit now, by node."""
     found = fleet.candidates(shape)
-    numbers = [number for _, _, kind in found.kinds for number in kind]
-    free = sum(fleet.free[number].bit_count() for number in numbers)
-    largest = max((rings.largest_run(fleet.free[number], capacity, ring) for capacity, ring, kind in found.kinds for number in kind), default=0)
-    fitting = sum(room.values())
-    empty = sum(
-        rings.pods_that_fit(fleet.nodes[number].healthy & ((1 << capacity) - 1), capacity, ring, shape.npus) if shape.npus else 1 << 30
-        for capacity, ring, kind in found.kinds
-        for number in kind
+    able = [(number, capacity, ring) for capacity, ring, numbers in found.kinds for number in numbers]
+    healthy = {number: fleet.nodes[number].healthy & ((1 << capacity) - 1) for number, capacity, _ in able}
+    return Survey(
+        shape=shape,
+        nodes=len(fleet.nodes),
+        able=len(able),
+        with_room=sum(fleet.free[number] != 0 for number, _, _ in able),
+        free=sum(fleet.free[number].bit_count() for number, _, _ in able),
+        largest_ring=max((rings.largest_run(fleet.free[number], capacity, ring) for number, capacity, ring in able), default=0),
+        fitting=sum(room.values()),
+        fitting_empty=sum(fleet.room_when_empty(number, shape) for number, _, _ in able),
+        unhealthy=sum(capacity - healthy[number].bit_count() for number, capacity, _ in able),
+        most=max((node.capacity for node in fleet.nodes if node.resource_name == shape.resource_name), default=0),
+        offered=tuple(sorted({node.resource_name for node in fleet.nodes if node.resource_name})),
+        missing_label="" if able else _missing_label(fleet, shape),
+        obstacles=f"of the {_count(len(fleet.nodes), 'node')} {_obstacles(found.obstacles)}" if found.obstacles else "",
     )
-    parts, ever = [asked], empty >= request.fewest
-    if not fleet.nodes:
-        parts.append("the cluster has no node")
-    elif not numbers:
-        parts.append(_values_of(fleet, shape) or f"none of {_count(len(fleet.nodes), 'node')} may carry it")
-        most = max((node.capacity for node in fleet.nodes if node.resource_name == shape.resource_name), default=0)
-        if shape.npus and not most:
-            others = sorted({node.resource_name for node in fleet.nodes if node.resource_name})
-            parts.append(f"no node offers {shape.resource_name}" + (f" (there is {', '.join(others)})" if others else " (is the device plugin running?)"))
-        elif shape.npus > most:
-            parts.append(f"no node has more than {most:,}, so ask for at most {most:,} a pod and for more pods")
-    elif not ever:
-        sick = sum(fleet.nodes[number].capacity - (fleet.nodes[number].healthy & ((1 << fleet.nodes[number].capacity) - 1)).bit_count() for number in numbers)
-        parts.append(
-            f"even when nothing else runs only {_count(empty, 'such pod')} {'fits' if empty == 1 else 'fit'} on the {_count(len(numbers), 'node')} that may carry "
-            f"{'it' if len(request.pods) == 1 else 'them'}" + (f" ({_count(sick, 'NPU')} there {'is' if sick == 1 else 'are'} unhealthy)" if sick else "")
-        )
-    elif shape.npus:
-        parts.append(
-            f"{free:,} {'is' if free == 1 else 'are'} free on {_count(sum(fleet.free[number] != 0 for number in numbers), 'node')}, at most {largest:,} of them in one ring"
-        )
-        parts.append(f"{fitting:,} such {'pod fits' if fitting == 1 else 'pods fit'} now")
-    else:
-        parts.append(f"{_count(fitting, 'such pod')} {'fits' if fitting == 1 else 'fit'} on {_count(len(numbers), 'node')}")
-    if found.obstacles:
-        parts.append(f"of {_count(len(fleet.nodes), 'node')} {_obstacles(found.obstacles)}")
-    return Refusal(request.key, "; ".join(parts), ever, request.npus, free, largest, fitting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,11 @@ class Shape:
         for taint in node.taints:
             if taint.effect != "PreferNoSchedule" and not any(toleration.covers(taint) for toleration in self.tolerations):
                 return f"with the taint {taint.key}{'=' if taint.value else ''}{taint.value} that is not tolerated"
-        return f"with {node.capacity} {self.resource_name} at most" if self.npus > node.capacity else ""
+        if self.npus > node.capacity:
+            return f"too small ({node.capacity:,} {self.resource_name})"
+        if self.millicores > node.millicores:
+            return f"too small ({node.millicores / 1000:g} processors)"
+        return f"too small ({node.memory_bytes / 2**30:.3g} GiB)" if self.memory_bytes > node.memory_bytes else ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,10 @@ class Request:
         return self.shape.npus * len(self.pods)
 
 
+def _terms(required: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return required.get("nodeSelectorTerms") or ({},)
+
+
 def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str, Any]) -> Shape:
     """The shape of pods with this template (``nodeSelector``, ``affinity``, ``tolerations``, ``resources``).
 
@@ -129,10 +137,10 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
     if npus and not name:
         raise ValueError(f"{npus} NPUs a pod asked for, but the profile {profile!r} has no devices: name resourceName, or set the NPUs to 0")
     selector = tuple(Expression(key, "In", (str(value),)) for key, value in sorted((template.get("nodeSelector") or {}).items()))
-    required = ((template.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    required: Mapping[str, Any] = ((template.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     terms = tuple(
         selector + tuple(Expression(entry["key"], entry["operator"], tuple(entry.get("values") or ())) for entry in term.get("matchExpressions") or ())
-        for term in required.get("nodeSelectorTerms") or ({},)
+        for term in _terms(required)
     )
     tolerations = tuple(
         Toleration(**{key: str(entry[key]) for key in ("key", "operator", "value", "effect") if entry.get(key)}) for entry in template.get("tolerations") or ()
