@@ -94,20 +94,23 @@ def standing(gang: Waiting, policy: Policy) -> float:
     return gang.priority + (gang.waited - gang.since) / policy.ageing_seconds
 
 
+def _place_in_line(gang: Waiting, policy: Policy) -> tuple[float, float, str]:
+    return -standing(gang, policy), gang.since, gang.request.key
+
+
 def in_order(waiting: Iterable[Waiting], policy: Policy) -> list[Waiting]:
     """The line, head first."""
-    return sorted(waiting, key=lambda gang: (-standing(gang, policy), gang.since, gang.request.key))
+    return sorted(waiting, key=lambda gang: _place_in_line(gang, policy))
 
 
 def may_take(head: Waiting, victim: Running, policy: Policy, overtakers: bool) -> bool:
     """Whether a waiting gang may have a running one's room."""
     if not victim.restartable or victim.leaving:
         return False
-    earned = victim.priority + (victim.waited + victim.started - victim.since) / policy.ageing_seconds
-    if head.priority > max(earned, victim.priority):
+    if head.priority > victim.priority + max(0.0, victim.waited + victim.started - victim.since) / policy.ageing_seconds:
         return True
-    stood = standing(head, policy) + victim.started / policy.ageing_seconds
-    return overtakers and head.since < victim.started and stood > earned
+    stood = Waiting(victim.request, victim.priority, victim.since, victim.waited)
+    return overtakers and head.since < victim.started and _place_in_line(head, policy) < _place_in_line(stood, policy)
 
 
 def _without(fleet: Fleet, victims: Iterable[Running]) -> Fleet:
