@@ -44,7 +44,7 @@ class Cluster:
         self.preempted: Counter[str] = Counter()
 
     def submit(self, gang: Waiting, restartable: bool = True) -> None:
-        self.line[gang.request.key] = replace(gang, since=self.now)
+        self.line[gang.request.key] = replace(gang, since=self.now, restartable=restartable)
         self.restartable[gang.request.key] = restartable
 
     def end(self, key: str) -> None:
