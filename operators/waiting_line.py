@@ -107,11 +107,16 @@ def in_order(waiting: Iterable[Waiting], policy: Policy) -> list[Waiting]:
     return sorted(waiting, key=lambda gang: _place_in_line(gang, policy))
 
 
+def _earned(gang: Running, policy: Policy) -> float:
+    """What a waiting gang's priority must be above to take this one's room: its own and what it waited for."""
+    return gang.priority + max(0.0, gang.waited + gang.started - gang.since) / policy.ageing_seconds
+
+
 def may_take(head: Waiting, victim: Running, policy: Policy, overtakers: bool) -> bool:
     """Whether a waiting gang may have a running one's room."""
     if not victim.restartable or victim.leaving:
         return False
-    if head.priority > victim.priority + max(0.0, victim.waited + victim.started - victim.since) / policy.ageing_seconds:
+    if head.priority > _earned(victim, policy):
         return True
     stood = Waiting(victim.request, victim.priority, victim.since, victim.waited)
     return overtakers and head.since < victim.started and _place_in_line(head, policy) < _place_in_line(stood, policy)
@@ -172,6 +177,9 @@ class _Look:
         self.reasons: dict[str, str] = {}
         self._victims: set[str] = set()
         self._surveys: dict[Shape, Survey] = {}
+        self._room_soon: dict[Shape, int] = {}
+        self._weakest = min((_earned(gang, policy) for gang in running if gang.restartable and not gang.leaving), default=math.inf)
+        self._giving = any(gang.leaving for gang in running)
         self._blocked = 0
         self._searches = _SEARCHES
 
@@ -203,6 +211,15 @@ class _Look:
             self._surveys[request.shape] = found.survey
         return found
 
+    def _place_soon(self, request: Request) -> Placement | None:
+        if not self._giving or self._room_soon.get(request.shape, request.fewest) < request.fewest:
+            return None
+        found = place(request, self.soon)
+        if isinstance(found, Placement):
+            return found
+        self._room_soon[request.shape] = found.survey.fitting
+        return None
+
     def _promise(self, found: Placement, request: Request) -> None:
         for fleet in (self.free, self.soon, self.undrained):
             if fleet is not None:
@@ -213,13 +230,11 @@ class _Look:
         request, waited = gang.request, gang.waited + self.now - gang.since
         if not refusal.survey.ever(request):
             return refusal.reason  # nor does it hold up those behind it
-        if isinstance(found := place(request, self.soon), Placement):
+        if (found := self._place_soon(request)) is not None:
             self._promise(found, request)
             return f"{refusal.reason}; room for it is being given back"
-        if not self._blocked and waited >= self.policy.patience_seconds:
-            victims = self._take(gang, overtakers=True)
-        else:
-            victims = self._take(gang, overtakers=False) if any(other.priority < gang.priority for other in self.running) else []
+        overtakers = not self._blocked and waited >= self.policy.patience_seconds
+        victims = self._take(gang, overtakers) if overtakers or gang.priority > self._weakest else []
         if victims:
             names = ", ".join(victim.request.key for victim in victims[:_NAMES]) + (f" and {len(victims) - _NAMES} more" if len(victims) > _NAMES else "")
             return f"{refusal.reason}; {names} {'saves its' if len(victims) == 1 else 'save their'} state and {'makes' if len(victims) == 1 else 'make'} room"
@@ -243,6 +258,7 @@ class _Look:
             self.preemptions.append(Preemption(victim.request.key, gang.request.key))
             self.soon.give_back(victim.pods, victim.request.shape)
         if victims:
+            self._giving, self._room_soon = True, {}
             found = place(gang.request, self.soon)
             assert isinstance(found, Placement), "the victims' room is enough"
             self._promise(found, gang.request)
