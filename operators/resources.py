@@ -173,8 +173,27 @@ class Progress(Part):
     stage: str = ""
 
 
+class NodeUntil(Part):
+    """A node that a job keeps off for a while, and why."""
+
+    node: str
+    until: str
+    reason: str = ""
+
+
+class SlowNode(Part):
+    """A node on which a gang's pod needed longer than the others: its step time over their median."""
+
+    node: str
+    ratio: float
+
+
 class NPUJobStatus(Part):
-    """What the operator says of a job."""
+    """What the operator says of a job.
+
+    ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
+    ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of.
+    """
 
     phase: JobPhase = "Pending"
     conditions: tuple[Condition, ...] = ()
@@ -187,6 +206,14 @@ class NPUJobStatus(Part):
     restart_time: str | None = None
     message: str = ""
     imbalance: float | None = None
+    wish: int = 0
+    recent_restarts: int = 0
+    resumed_from: str = ""
+    revision: str = ""
+    finished_ranks: tuple[int, ...] = ()
+    avoid: tuple[NodeUntil, ...] = ()
+    slow: tuple[SlowNode, ...] = ()
+    slow_time: str | None = None
     queue_time: str | None = None
     start_time: str | None = None
     completion_time: str | None = None

@@ -59,6 +59,8 @@ class OperatorSettings(BaseSettings):
     """How long a gang must have run for its next failure to begin with the shortest pause again, and before an elastic job grows, seconds."""
     stop_seconds: int = Field(default=90, ge=1)
     """How long a pod may take for a last checkpoint when it is stopped, seconds."""
+    lost_stop_seconds: int = Field(default=10, ge=0)
+    """How long the rest of a gang may take to end once a pod of it is lost, which makes a checkpoint impossible, seconds."""
     slow_ratio: float = Field(default=1.1, gt=1)
     """Step time over the gang's median from which a node counts as slow."""
     metrics_port: int = Field(default=9100, ge=1, le=65535)
