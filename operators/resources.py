@@ -31,6 +31,7 @@ ATTEMPT_LABEL = f"{GROUP}/attempt"  # counts the gangs of one job: its restarts,
 REVISION_LABEL = f"{GROUP}/revision"  # of a service's pod: which spec it runs
 
 # Annotations of pods.
+NODE_ANNOTATION = f"{GROUP}/node"  # where the operator put the pod, known before the scheduler binds it
 NPUS_ANNOTATION = f"{GROUP}/npus"  # indices on the pod's node, "0,1,2,3"
 ELASTIC_ANNOTATION = f"{GROUP}/world-size"  # pods in the gang that this one belongs to
 
