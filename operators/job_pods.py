@@ -9,18 +9,18 @@ from typing import Any
 from semantide.operators.pod_template import Container, child_name, merged, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, table_name
-from semantide.operators.resources import ATTEMPT_LABEL, ELASTIC_ANNOTATION, JOB_LABEL, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, NPUJob, PodPlacement
+from semantide.operators.resources import ATTEMPT_LABEL, ELASTIC_ANNOTATION, JOB_LABEL, NODE_ANNOTATION, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, NPUJob, PodPlacement
 from semantide.operators.schedulers import HandOver, hand_over
 from semantide.operators.settings import OperatorSettings
 
-_ENTRY = ("python", "-m", "semantide.services.local", "job")
+_ENTRY = ("semantide", "pod")
 # A change of these is no change of what the pods do.
 _NOT_IN_PODS = {"priority", "suspend", "elastic", "world_size", "restart_policy", "deadline_seconds"}
 
 
 def job_revision(job: NPUJob) -> str:
-    """A digest of what the pods are made of; another one means another gang."""
-    return short_digest(job.spec.model_dump(mode="json", exclude=_NOT_IN_PODS))
+    """A digest of what the pods are made of; another one means another gang. Fields that a later version adds do not change it."""
+    return short_digest(job.spec.model_dump(mode="json", exclude=_NOT_IN_PODS, exclude_defaults=True))
 
 
 def gang_name(job: NPUJob, attempt: int) -> str:
@@ -57,26 +57,27 @@ def gang_manifests(job: NPUJob, placement: Sequence[PodPlacement], attempt: int,
         objects.append(_ranks_service(job, gang, attempt, settings.master_port))
     if npus and settings.dynamic_resources:
         objects.append(claim_template(owned(job, gang, {JOB_LABEL: job.name[:63]}), profile_of(job.spec.profile).device_class, npus))
-    return [*objects, *(_pod(job, placement, rank, gang, resources, over, settings, now) for rank in range(len(placement)))]
+    return [*objects, *(_pod(job, placement, rank, attempt, resources, over, settings, now) for rank in range(len(placement)))]
 
 
 def _pod(
     job: NPUJob,
     placement: Sequence[PodPlacement],
     rank: int,
-    gang: str,
+    attempt: int,
     resources: Mapping[str, str],
     over: HandOver,
     settings: OperatorSettings,
     now: float,
 ) -> dict[str, Any]:
-    mine, attempt = placement[rank], int(gang.rsplit("-", 1)[1])
+    mine, gang = placement[rank], gang_name(job, attempt)
     own = Container(
         name=mine.pod,
         labels={JOB_LABEL: job.name[:63], ATTEMPT_LABEL: str(attempt), RANK_LABEL: str(rank), REVISION_LABEL: job_revision(job)},
         annotations={
             **device_annotations(job.spec.profile, resource_name(job), mine.npus, settings, now),
             ELASTIC_ANNOTATION: str(len(placement)),
+            **({NODE_ANNOTATION: mine.node} if mine.node else {}),
             **over.annotations,
         },
         image=job.spec.image or settings.image,

@@ -20,7 +20,6 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 JOB_KIND, JOB_PLURAL = "NPUJob", "npujobs"
 SERVICE_KIND, SERVICE_PLURAL = "NPUService", "npuservices"
-FINALIZER = f"{GROUP}/pods"
 
 # Labels of pods and ConfigMaps that belong to a job or a service.
 MANAGED_BY_LABEL, MANAGED_BY = "app.kubernetes.io/managed-by", "semantide-operator"
@@ -193,7 +192,8 @@ class NPUJobStatus(Part):
     """What the operator says of a job.
 
     ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
-    ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of.
+    ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of. It stands in line since ``queue_time``
+    and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited.
     """
 
     phase: JobPhase = "Pending"
@@ -216,6 +216,8 @@ class NPUJobStatus(Part):
     slow: tuple[SlowNode, ...] = ()
     slow_time: str | None = None
     queue_time: str | None = None
+    waited_seconds: float = 0.0
+    placed_time: str | None = None
     start_time: str | None = None
     completion_time: str | None = None
 
@@ -274,7 +276,10 @@ class ServiceLoad(Part):
 
 
 class NPUServiceStatus(Part):
-    """What the operator says of a service."""
+    """What the operator says of a service.
+
+    ``wish`` is how many replicas its load asks for, changed at ``scale_time``; ``moving`` is a pod whose replica shall run on another node.
+    """
 
     phase: ServicePhase = "Pending"
     conditions: tuple[Condition, ...] = ()
@@ -284,6 +289,8 @@ class NPUServiceStatus(Part):
     updated_replicas: int = 0
     placement: tuple[PodPlacement, ...] = ()
     load: ServiceLoad = ServiceLoad()
+    wish: int = 0
+    moving: str = ""
     scale_time: str | None = None
     message: str = ""
     selector: str = ""
