@@ -1,8 +1,8 @@
 """The one user of the Kubernetes client: objects in and out as plain dictionaries, and actions carried out.
 
-    Api               the verbs that the operator needs of an API server; tests have one in memory with the same contract
-    KubernetesApi     them over HTTP
-    carry_out         actions over an Api
+Api               the verbs that the operator needs of an API server; tests have one in memory with the same contract
+KubernetesApi     them over HTTP
+carry_out         actions over an Api
 """
 
 from __future__ import annotations

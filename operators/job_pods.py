@@ -9,7 +9,17 @@ from typing import Any
 from semantide.operators.pod_template import Container, child_name, merged, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, table_name
-from semantide.operators.resources import ATTEMPT_LABEL, ELASTIC_ANNOTATION, JOB_LABEL, NODE_ANNOTATION, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, NPUJob, PodPlacement
+from semantide.operators.resources import (
+    ATTEMPT_LABEL,
+    ELASTIC_ANNOTATION,
+    JOB_LABEL,
+    NODE_ANNOTATION,
+    NPUS_ANNOTATION,
+    RANK_LABEL,
+    REVISION_LABEL,
+    NPUJob,
+    PodPlacement,
+)
 from semantide.operators.schedulers import HandOver, hand_over
 from semantide.operators.settings import OperatorSettings
 
@@ -125,7 +135,10 @@ def _environment(job: NPUJob, placement: Sequence[PodPlacement], rank: int, gang
     profile = profile_of(job.spec.profile)
     if profile.name == "ascend" and job.spec.npus_per_pod:
         variables["RANK_TABLE_FILE"] = TABLE_FILE
-    return [*({"name": name, "value": value} for name, value in variables.items()), *visible_devices(job.spec.profile, resource_name(job), placement[rank].npus, settings)]
+    return [
+        *({"name": name, "value": value} for name, value in variables.items()),
+        *visible_devices(job.spec.profile, resource_name(job), placement[rank].npus, settings),
+    ]
 
 
 def visible_devices(profile_name: str, resource: str, npus: Sequence[int], settings: OperatorSettings) -> list[dict[str, Any]]:

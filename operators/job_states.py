@@ -12,7 +12,7 @@ Once Succeeded or Failed a job stays so, whatever becomes of its pods.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from json import JSONDecodeError, loads
 from statistics import median_low
 from typing import Any, Literal
@@ -155,7 +155,13 @@ def make_room(look: Look, step: Step, beneficiary: str) -> Step:
     job = look.job
     if beneficiary == job.key:
         wish = job.spec.most_pods
-        told = _stop(look, step.status, "Restarting", "Growing", f"there is room for more than its {_pods(len(step.status.placement))}: it goes on larger from a checkpoint")
+        told = _stop(
+            look,
+            step.status,
+            "Restarting",
+            "Growing",
+            f"there is room for more than its {_pods(len(step.status.placement))}: it goes on larger from a checkpoint",
+        )
         return Step(told.status.model_copy(update={"wish": wish}), (*step.actions, *told.actions))
     told = _stop(look, step.status, "Restarting", "Preempted", f"made room for {beneficiary}; it goes on from its checkpoint when there is room again")
     return Step(told.status.model_copy(update={"wish": 0}), (*step.actions, *told.actions))
@@ -172,7 +178,9 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         return _stop(look, status, "Restarting", "Resized", f"it runs with {_pods(len(status.placement))}, which its spec no longer allows")
     for pod in gang.values():
         if pod.exit_status == USELESS:
-            return _end(look, status, "Failed", "WorkIsWrong", f"rank {pod.rank} says that trying again changes nothing: {pod.cause or f'exit status {USELESS}'}")
+            return _end(
+                look, status, "Failed", "WorkIsWrong", f"rank {pod.rank} says that trying again changes nothing: {pod.cause or f'exit status {USELESS}'}"
+            )
     faults = [fault for place in status.placement if (fault := _fault(look, status, place))]
     if faults:
         return _lost(look, status, _first(faults), counts=any(fault.counts for fault in faults))
@@ -263,7 +271,13 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
     steady = ran is not None and now - (seconds_of(ran) or now) >= settings.steady_seconds and status.checkpoint != status.resumed_from
     recent = (0 if steady else status.recent_restarts) + counts
     if recent > policy.limit:
-        return _end(look, status, "Failed", "RestartLimit", f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays")
+        return _end(
+            look,
+            status,
+            "Failed",
+            "RestartLimit",
+            f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
+        )
     pause = min(policy.backoff_seconds * 2 ** max(recent - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
     status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})
     message = f"{cause}; all ranks start again from the last checkpoint" + (f" ({recent} of {policy.limit})" if counts else "")

@@ -124,5 +124,6 @@ def _on_node(affinity: Mapping[str, Any], node: str) -> dict[str, Any]:
     result = deepcopy(dict(affinity))
     required = result.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
     here = {"key": "metadata.name", "operator": "In", "values": [node]}
-    required["nodeSelectorTerms"] = [{**term, "matchFields": [*(term.get("matchFields") or ()), here]} for term in required.get("nodeSelectorTerms") or ({},)]
+    terms: Sequence[Mapping[str, Any]] = required.get("nodeSelectorTerms") or ({},)
+    required["nodeSelectorTerms"] = [{**term, "matchFields": [*(term.get("matchFields") or ()), here]} for term in terms]
     return result

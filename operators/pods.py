@@ -76,7 +76,7 @@ class Pod:
         ends = [state["terminated"] for state in states if state.get("terminated")]
         # A bad end says more than the good ones beside it.
         end = max(ends, key=lambda end: bool(end.get("exitCode"))) if ends else None
-        waiting = next((state["waiting"] for state in states if state.get("waiting")), {})
+        waiting: Mapping[str, Any] = next((state["waiting"] for state in states if state.get("waiting")), {})
         conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled") or {}
         refused = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"

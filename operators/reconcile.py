@@ -1,7 +1,7 @@
 """One round: from what is to what shall be done. Pure, and the same whoever runs it, so that an operator may die at any point of carrying it out.
 
-    reconcile(resource, pods, nodes, now, settings)   one job or service alone
-    reconcile_all(snapshot, settings)                 all of them: states first, then services' replicas, then the line of waiting jobs
+reconcile(resource, pods, nodes, now, settings)   one job or service alone
+reconcile_all(snapshot, settings)                 all of them: states first, then services' replicas, then the line of waiting jobs
 """
 
 from __future__ import annotations

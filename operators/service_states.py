@@ -51,7 +51,7 @@ class ServiceStep:
 
 def advance_service(look: ServiceLook) -> ServiceStep:
     """One look at a service."""
-    service, now = look.service, look.now
+    service = look.service
     status = service.status.model_copy(update={"observed_generation": service.metadata.generation})
     if service.deleting:
         return ServiceStep(status, _end(look, look.pods))

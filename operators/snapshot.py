@@ -6,7 +6,7 @@ one is kept, what was deleted does not come back, and a full listing now and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from semantide.operators.settings import OperatorSettings
 WATCHED = (JOB_KIND, SERVICE_KIND, "Pod", "Node")
 _REMEMBERED_DELETIONS = 100_000
 _Read = TypeVar("_Read")
+_Resource = TypeVar("_Resource", NPUJob, NPUService)
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,9 @@ class ObjectCache:
         self, settings: OperatorSettings, now: float, device_infos: Iterable[Body] = (), loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None
     ) -> Snapshot:
         """One reading of everything."""
-        jobs, services, invalid = [], [], []
-        for kind, known, model in ((JOB_KIND, jobs, NPUJob), (SERVICE_KIND, services, NPUService)):
-            for body in self.bodies(kind):
-                try:
-                    known.append(self._parsed(body, lambda body, model=model: model.parse(with_defaults(body, settings))))
-                except ValueError as error:
-                    invalid.append(Invalid(body, str(error)))
+        invalid: list[Invalid] = []
+        jobs = self._resources(JOB_KIND, NPUJob, settings, invalid)
+        services = self._resources(SERVICE_KIND, NPUService, settings, invalid)
         pods = self.bodies("Pod")
         names = {resource.spec.resource_name for resource in (*jobs, *services)} - {""}
         nodes = read_nodes(self.bodies("Node"), pods, device_infos, now=now, **({"resource_names": names} if names else {}))
@@ -105,19 +102,32 @@ class ObjectCache:
             fronts=frozenset("/".join(_key(body)) for body in self.bodies("Service")),
         )
 
-    def _parsed(self, body: Body, read: Any) -> Any:
+    def _resources(self, kind: str, model: type[_Resource], settings: OperatorSettings, invalid: list[Invalid]) -> list[_Resource]:
+        result = []
+        for body in self.bodies(kind):
+            try:
+                result.append(self._parsed(body, lambda body: model.parse(with_defaults(body, settings))))
+            except ValueError as error:
+                invalid.append(Invalid(body, str(error)))
+        return result
+
+    def _parsed(self, body: Body, read: Callable[[Body], _Read]) -> _Read:
         uid, version = body["metadata"].get("uid", ""), body["metadata"].get("resourceVersion", "")
         known = self._read.get(uid)
-        if known is None or known[0] != version or not uid:
-            known = (version, read(body))
-            self._read[uid] = known
-        return known[1]
+        if known is not None and known[0] == version and uid:
+            found: _Read = known[1]
+            return found
+        value = read(body)
+        self._read[uid] = version, value
+        return value
 
     def _put(self, body: Body) -> bool:
         metadata = body["metadata"]
         objects = self._objects.setdefault(body["kind"], {})
         known = objects.get(_key(body))
-        if metadata.get("uid", "") in self._gone or (known is not None and known["metadata"].get("uid") == metadata.get("uid") and _version(known) >= _version(body)):
+        if metadata.get("uid", "") in self._gone or (
+            known is not None and known["metadata"].get("uid") == metadata.get("uid") and _version(known) >= _version(body)
+        ):
             return False
         objects[_key(body)] = body
         return True
