@@ -182,7 +182,7 @@ def _refusal(status: int, data: bytes | None, what: str) -> Exception:
     return TransientError(text) if status in (408, 410, 429) or status >= 500 else PermanentError(text)
 
 
-def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], None], now: Callable[[], str]) -> None:
+def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object], now: Callable[[], str]) -> None:
     """Do one resource's actions in order; ``seen`` hears of every object that the API server answered, ``now`` is the time as it writes it.
 
     Raises: what the first failing verb raises; the rest is not done.

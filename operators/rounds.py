@@ -7,7 +7,7 @@ Only the holder of the lease acts, and it stops in the middle of a round when it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
@@ -37,19 +37,23 @@ class Rounds:
         clock: Callable[[], float],
         leads: Callable[[], bool] = lambda: True,
         meters: Meters | None = None,
-        measure: Callable[[Snapshot], dict[str, tuple[ReplicaLoad, ...]]] = lambda snapshot: {},
     ) -> None:
         self.api, self.settings, self.cache = api, settings, ObjectCache()
-        self._clock, self._leads, self._measure = clock, leads, measure
+        self._clock, self._leads = clock, leads
         self._meters = meters or Meters()
         self._device_infos: list[Body] = []
-        self._listed = self._asked_devices = self._measured = float("-inf")
-        self._loads: dict[str, tuple[ReplicaLoad, ...]] = {}
+        self._listed = self._asked_devices = float("-inf")
+        self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
+        self.last: Snapshot | None = None
         self._turn = Lock()
 
     def forget(self) -> None:
         """Read everything anew before the next round: somebody else may have acted since."""
         self._listed = float("-inf")
+
+    def measured(self, loads: Mapping[str, tuple[ReplicaLoad, ...]]) -> None:
+        """What services' replicas say of their load; used from the next round on."""
+        self._loads = loads
 
     def turn(self) -> Round | None:
         """One round; None where this process does not lead.
@@ -62,8 +66,7 @@ class Rounds:
             now = self._clock()
             self._refresh(now)
             snapshot = self.cache.snapshot(self.settings, now, self._device_infos, self._loads)
-            if now - self._measured >= self.settings.load_seconds:
-                self._measured, self._loads = now, self._measure(snapshot)
+            self.last = snapshot
             decided = reconcile_all(snapshot, self.settings)
             self._meters.saw(snapshot, decided)
             with ThreadPoolExecutor(_WRITERS, "writer") as writers:

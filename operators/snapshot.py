@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from semantide.operators.balancing import ReplicaLoad
 from semantide.operators.cluster import Body, Listing
-from semantide.operators.inventory import read_nodes
+from semantide.operators.inventory import DEVICE_NAMES, read_nodes
 from semantide.operators.node import Node
 from semantide.operators.pods import Pod
 from semantide.operators.resources import JOB_KIND, SERVICE_KIND, NPUJob, NPUService
@@ -22,7 +22,6 @@ from semantide.operators.settings import OperatorSettings
 WATCHED = (JOB_KIND, SERVICE_KIND, "Pod", "Node")
 _REMEMBERED_DELETIONS = 100_000
 _Read = TypeVar("_Read")
-_Resource = TypeVar("_Resource", NPUJob, NPUService)
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ class ObjectCache:
     ) -> Snapshot:
         """One reading of everything."""
         invalid: list[Invalid] = []
-        jobs = self._resources(JOB_KIND, NPUJob, settings, invalid)
-        services = self._resources(SERVICE_KIND, NPUService, settings, invalid)
+        jobs = self._resources(JOB_KIND, NPUJob.parse, settings, invalid)
+        services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
         pods = self.bodies("Pod")
-        names = {resource.spec.resource_name for resource in (*jobs, *services)} - {""}
-        nodes = read_nodes(self.bodies("Node"), pods, device_infos, now=now, **({"resource_names": names} if names else {}))
+        asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
+        nodes = read_nodes(self.bodies("Node"), pods, device_infos, now=now, resource_names=(DEVICE_NAMES | asked) - {""}, gone_seconds=settings.node_grace_seconds)
         return Snapshot(
             now=now,
             jobs=tuple(jobs),
@@ -102,11 +101,11 @@ class ObjectCache:
             fronts=frozenset("/".join(_key(body)) for body in self.bodies("Service")),
         )
 
-    def _resources(self, kind: str, model: type[_Resource], settings: OperatorSettings, invalid: list[Invalid]) -> list[_Resource]:
+    def _resources(self, kind: str, parse: Callable[[Mapping[str, Any]], _Read], settings: OperatorSettings, invalid: list[Invalid]) -> list[_Read]:
         result = []
         for body in self.bodies(kind):
             try:
-                result.append(self._parsed(body, lambda body: model.parse(with_defaults(body, settings))))
+                result.append(self._parsed(body, lambda body: parse(with_defaults(body, settings))))
             except ValueError as error:
                 invalid.append(Invalid(body, str(error)))
         return result
