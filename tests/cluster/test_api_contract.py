@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from kubernetes import client, config
-from semantide.operators.cluster import KubernetesApi
 
+from semantide.operators.cluster import KubernetesApi
 from tests.operators.api_contract import ApiContract
 
 from .api import Api, until

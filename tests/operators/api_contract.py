@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from semantide.operators.cluster import Api
 from semantide.operators.resources import API_VERSION
 from semantide.shared.errors import Conflict, NotFound
@@ -115,9 +116,18 @@ class ApiContract:
 
     def test_what_is_owned_goes_with_its_owner(self, api: Api, namespace: str) -> None:
         owner = api.create(job(namespace, "one"))
-        reference = {"apiVersion": API_VERSION, "kind": "NPUJob", "name": "one", "uid": owner["metadata"]["uid"], "controller": True, "blockOwnerDeletion": False}
+        reference = {
+            "apiVersion": API_VERSION,
+            "kind": "NPUJob",
+            "name": "one",
+            "uid": owner["metadata"]["uid"],
+            "controller": True,
+            "blockOwnerDeletion": False,
+        }
         api.create(pod(namespace, "child", ownerReferences=[reference]))
-        api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "table", "namespace": namespace, "ownerReferences": [reference]}, "data": {"a": "b"}})
+        api.create(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "table", "namespace": namespace, "ownerReferences": [reference]}, "data": {"a": "b"}}
+        )
         api.delete("NPUJob", namespace, "one")
         until(lambda: not api.list("Pod", namespace).items, "the pod goes")
         until(lambda: all(body["metadata"]["name"] != "table" for body in api.list("ConfigMap", namespace).items), "the ConfigMap goes")
