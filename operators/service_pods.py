@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from semantide.operators.job_pods import claim_devices, claim_template, device_annotations, visible_devices
-from semantide.operators.pod_template import Container, child_name, merged, owned, pod_manifest, short_digest
+from semantide.operators.pod_template import Container, child_name, full_template, merged, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.resources import NODE_ANNOTATION, REVISION_LABEL, SERVICE_LABEL, NPUService, PodPlacement
 from semantide.operators.settings import OperatorSettings
@@ -20,7 +20,7 @@ _NOT_IN_PODS = {"replicas", "rollout", "target", "suspend"}
 def service_revision(service: NPUService, settings: OperatorSettings) -> str:
     """A digest of what the pods are made of, the operator's own part included: pods of another one are replaced."""
     spec = service.spec.model_dump(mode="json", exclude=_NOT_IN_PODS, exclude_defaults=True)
-    return short_digest([spec, "" if service.spec.image else settings.image, settings.pod_template])
+    return short_digest([spec, "" if service.spec.image else settings.image, full_template(service, settings)])
 
 
 def replica_prefix(service: NPUService, revision: str) -> str:
@@ -64,7 +64,7 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
         node=place.node,
         stop_seconds=settings.stop_seconds,
     )
-    manifest = pod_manifest(service, merged(_defaults(), merged(settings.pod_template, spec.template)), own)
+    manifest = pod_manifest(service, merged(_defaults(), full_template(service, settings)), own)
     if not claims:
         return [manifest]
     claim_devices(manifest["spec"], place.pod)
