@@ -120,8 +120,6 @@ def _lagging(loads: Sequence[ReplicaLoad], target: float, rules: Hysteresis) -> 
     if beyond(longest.queue_depth, [load.queue_depth for load in loads if load is not longest], target):
         return longest.pod
     slowest = max(loads, key=lambda load: load.p99_milliseconds)
-    if beyond(slowest.p99_milliseconds, [load.p99_milliseconds for load in loads if load is not slowest], 0.0) and all(
-        load.p99_milliseconds for load in loads
-    ):
+    if beyond(slowest.p99_milliseconds, [load.p99_milliseconds for load in loads if load is not slowest], 0.0) and all(load.p99_milliseconds for load in loads):
         return slowest.pod
     return None

@@ -1,7 +1,7 @@
 """The one user of the Kubernetes client: objects in and out as plain dictionaries, and actions carried out.
 
-    Api       the verbs that the operator needs of an API server; tests have one in memory with the same contract
-    Cluster   carries out actions over an Api
+Api       the verbs that the operator needs of an API server; tests have one in memory with the same contract
+Cluster   carries out actions over an Api
 """
 
 from __future__ import annotations
