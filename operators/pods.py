@@ -27,7 +27,7 @@ def time_of(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod. ``owner`` is the uid of the resource that it belongs to; times are seconds since 1970-01-01 UTC."""
+    """One pod. ``owner`` is the uid of the resource that it belongs to, ``delete_by`` when it shall be gone; times are seconds since 1970-01-01 UTC."""
 
     namespace: str
     name: str
@@ -36,7 +36,8 @@ class Pod:
     phase: str = "Pending"
     node: str = ""
     address: str = ""
-    deleting: bool = False
+    host_address: str = ""
+    delete_by: float | None = None
     ready: bool = False
     attempt: int = 0
     rank: int = 0
@@ -49,6 +50,16 @@ class Pod:
     waits_for: str = ""
     unschedulable_since: float | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Namespace and name, one string for the whole cluster."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def deleting(self) -> bool:
+        """Somebody asked for its deletion."""
+        return self.delete_by is not None
 
     @property
     def finished(self) -> bool:
@@ -65,7 +76,7 @@ class Pod:
         ends = [state["terminated"] for state in states if state.get("terminated")]
         # A bad end says more than the good ones beside it.
         end = max(ends, key=lambda end: bool(end.get("exitCode"))) if ends else None
-        waiting = next((state["waiting"] for state in states if state.get("waiting")), {})
+        waiting: Mapping[str, Any] = next((state["waiting"] for state in states if state.get("waiting")), {})
         conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled") or {}
         refused = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
@@ -77,7 +88,8 @@ class Pod:
             phase=status.get("phase") or "Pending",
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",
-            deleting=metadata.get("deletionTimestamp") is not None,
+            host_address=status.get("hostIP") or "",
+            delete_by=seconds_of(metadata.get("deletionTimestamp")),
             ready=(conditions.get("Ready") or {}).get("status") == "True",
             attempt=_number(labels.get(ATTEMPT_LABEL)),
             rank=_number(labels.get(RANK_LABEL)),

@@ -19,6 +19,12 @@ class OperatorSettings(BaseSettings):
     """Namespace of the operator itself, where its lease is kept."""
     identity: str = ""
     """Name of this process among several that may lead. Empty: host name and process id."""
+    scheduler: Literal["own", "volcano", "native"] = "own"
+    """Who places gangs where a job does not say: the operator itself, or PodGroups handed to Volcano or to Kubernetes 1.37."""
+    profile: Literal["ascend", "nvidia", "cpu"] = "cpu"
+    """Kind of device where a resource does not say."""
+    resource_name: str = ""
+    """Name under which Kubernetes counts devices where a resource does not say. Empty: that of the kind of device."""
     image: str = "semantide:0.1.0"
     """Image of pods whose resource names none."""
     pod_template: dict[str, Any] = {}
@@ -59,10 +65,12 @@ class OperatorSettings(BaseSettings):
     """How long a gang must have run for its next failure to begin with the shortest pause again, and before an elastic job grows, seconds."""
     stop_seconds: int = Field(default=90, ge=1)
     """How long a pod may take for a last checkpoint when it is stopped, seconds."""
+    lost_stop_seconds: int = Field(default=10, ge=0)
+    """How long the rest of a gang may take to end once a pod of it is lost, which makes a checkpoint impossible, seconds."""
     slow_ratio: float = Field(default=1.1, gt=1)
     """Step time over the gang's median from which a node counts as slow."""
-    metrics_port: int = Field(default=9100, ge=1, le=65535)
-    """TCP port on which pods of services show their metrics."""
+    api_keys: str = ""
+    """Keys of the services' API, separated by commas; the first one is shown to replicas when their metrics are read."""
     load_seconds: float = Field(default=5.0, gt=0)
     """How often services' load is measured, seconds."""
     log_level: str = "INFO"

@@ -236,7 +236,7 @@ def _tokenizer_report(result: dict[str, Any]) -> None:
 
 @app.command()
 def negatives(
-    model: Annotated[str | None, typer.Option(help="A generator; left out, the newest that was trained for the catalog's tokenizer")] = None,
+    model: Annotated[str | None, typer.Option(help="A generator or a retriever; left out, the newest generator of the catalog's tokenizer")] = None,
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
@@ -245,7 +245,7 @@ def negatives(
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Search a generator's beams over all training histories: hard negatives for `semantide train --beams`."""
+    """Search a generator's beams, or a retriever's best items, over all training histories: hard negatives for `semantide train --beams`."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model)) if ref}
@@ -260,7 +260,7 @@ def train(
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
-    beams: Annotated[str | None, typer.Option(help="Beams that `semantide negatives` has searched, for a retriever's hard negatives")] = None,
+    beams: Annotated[str | None, typer.Option(help="What `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
@@ -349,11 +349,14 @@ def artifacts(kind: Annotated[str | None, typer.Argument(help="datasets, catalog
 def demo(
     dataset: Annotated[str, typer.Option(help="kuairand (carried by the repository) or ml-100k (fetched)")] = "kuairand",
     seed: int = 0,
+    running: Annotated[
+        bool, typer.Option("--running", help="On the stack that runs (SEMANTIDE_URL, or this data folder's) instead of one of the demo's own")
+    ] = False,
 ) -> None:
     """Run the whole loop on real data and show what comes out."""
     from semantide.services.commandline.demo import run_demo
 
-    run_demo(dataset, seed)
+    run_demo(dataset, seed, running=running)
 
 
 @app.command()
