@@ -135,12 +135,12 @@ def _claimed(slices: Iterable[Body], claims: Iterable[Body]) -> tuple[dict[str, 
     return devices, held
 
 
-def _readiness(body: Body, now: float) -> tuple[str, bool]:
+def _readiness(body: Body, now: float, gone_seconds: float) -> tuple[str, bool]:
     """Why no new pod may come, and whether the pods that are there count as lost."""
     condition: Body = next((entry for entry in (body.get("status") or {}).get("conditions") or () if entry.get("type") == "Ready"), {})
     if condition.get("status") != "True":
         since = str(condition.get("lastTransitionTime") or "")
-        return "not ready", since != "" and now - seconds_of(since) >= GONE_SECONDS
+        return "not ready", since != "" and now - seconds_of(since) >= gone_seconds
     if _metadata(body).get("deletionTimestamp"):
         return "being deleted", False
     return ("cordoned" if (body.get("spec") or {}).get("unschedulable") else ""), False
@@ -155,6 +155,7 @@ def read_nodes(
     resource_names: Collection[str] = DEVICE_NAMES,
     slices: Iterable[Body] = (),
     claims: Iterable[Body] = (),
+    gone_seconds: float = GONE_SECONDS,
 ) -> list[Node]:
     """The nodes, as the API server's objects describe them.
 
@@ -178,7 +179,7 @@ def read_nodes(
             resource_names,
             devices.get(name),
             claimed.get(name, {}),
-            _readiness(body, now),
+            _readiness(body, now, gone_seconds),
         )
         for body in nodes
     ]

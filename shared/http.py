@@ -156,7 +156,7 @@ class Gate:
 class Server(uvicorn.Server):
     """Runs one application on one port. At its end whoever got through to it is answered, and whoever comes later is refused by the system, not cut off."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, backlog: int = 2048) -> None:
+    def __init__(self, app: FastAPI | Gate, host: str, port: int, backlog: int = 2048) -> None:
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "timeout_graceful_shutdown": _DRAIN_SECONDS}
         super().__init__(uvicorn.Config(app, host=host, port=port, backlog=backlog, **options))
 
@@ -230,16 +230,15 @@ def build_app(
 
     @app.get("/readyz", tags=["health"], summary="The broker answers and every room can work")
     def readyz() -> Response:
-        problems = []
+        problems, state = [], []
         try:
             room.broker.ping()
         except broker_door.RedisError as error:
             problems.append(f"broker: {error}")
         for hook in ready:
             fine, text = hook()
-            if not fine:
-                problems.append(text)
-        return JSONResponse({"status": "unready" if problems else "ok", "problems": problems}, status_code=503 if problems else 200)
+            (state if fine else problems).append(text)
+        return JSONResponse({"status": "unready" if problems else "ok", "problems": problems, "state": state}, status_code=503 if problems else 200)
 
     @app.get("/metrics", tags=["health"], summary="Prometheus metrics of this process")
     def metrics() -> Response:

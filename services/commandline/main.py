@@ -22,7 +22,7 @@ from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ROOMS, JobRecord, JobSpec
+from semantide.shared.contracts import ROOMS, ClusterWish, JobRecord, JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -40,6 +40,16 @@ _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that nee
 _REJECTS_SHOWN = 5
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
+
+
+OnCluster = Annotated[
+    list[str] | None,
+    typer.Option("--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds"),
+]
+
+
+def _wish(options: list[str] | None) -> ClusterWish:
+    return ClusterWish.model_validate(_config(options))
 
 
 def _config(overrides: list[str] | None) -> dict[str, Any]:
@@ -136,6 +146,26 @@ def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all
     _become("api", *rooms)
 
 
+@app.command()
+def pod(job_id: Annotated[str, typer.Argument(help="Id of the job")]) -> None:
+    """Do a pod's part of a job in this process (what the pods of an NPUJob run)."""
+    _become("pod", job_id)
+
+
+@app.command()
+def replica() -> None:
+    """Serve recommendations as one replica of several (what the pods of an NPUService run)."""
+    _become("api", "serving")
+
+
+@app.command()
+def route() -> None:
+    """Forward requests to serving replicas, those of one user to the same one (SEMANTIDE_ROUTE_TO names them)."""
+    settings = Settings()
+    stack.check_port(settings.host, settings.port)
+    _become("route")
+
+
 def _become(verb: str, *arguments: str) -> None:
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "semantide.services.local", verb, *arguments])
@@ -199,13 +229,16 @@ def tokenize(
     ] = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
     """Spell every item as a semantic id: one catalog artifact, and a report."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"vectors": vectors} if vectors else {})
-    record = run_job(client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(
+        client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json
+    )
     if wait and not as_json:
         _tokenizer_report(record.result)
 
@@ -217,19 +250,20 @@ def _tokenizer_report(result: dict[str, Any]) -> None:
 
 @app.command()
 def negatives(
-    model: Annotated[str | None, typer.Option(help="A generator; left out, the newest that was trained for the catalog's tokenizer")] = None,
+    model: Annotated[str | None, typer.Option(help="A generator or a retriever; left out, the newest generator of the catalog's tokenizer")] = None,
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Search a generator's beams over all training histories: hard negatives for `semantide train --beams`."""
+    """Search a generator's beams, or a retriever's best items, over all training histories: hard negatives for `semantide train --beams`."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model)) if ref}
-    record = run_job(client, JobSpec(kind="negatives", config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="negatives", config=_config(overrides), inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -240,10 +274,11 @@ def train(
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
-    beams: Annotated[str | None, typer.Option(help="Beams that `semantide negatives` has searched, for a retriever's hard negatives")] = None,
+    beams: Annotated[str | None, typer.Option(help="What `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -256,7 +291,7 @@ def train(
     if beams:
         inputs["beams"] = beams
     config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
-    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -271,6 +306,7 @@ def evaluate(
     catalog: str | None = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -285,7 +321,7 @@ def evaluate(
     }
     inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever)) if ref}
     config = _config(overrides) | ({"weights": weights} if weights != "float32" else {})
-    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.evaluation(record.result)
 
@@ -327,11 +363,14 @@ def artifacts(kind: Annotated[str | None, typer.Argument(help="datasets, catalog
 def demo(
     dataset: Annotated[str, typer.Option(help="kuairand (carried by the repository) or ml-100k (fetched)")] = "kuairand",
     seed: int = 0,
+    running: Annotated[
+        bool, typer.Option("--running", help="On the stack that runs (SEMANTIDE_URL, or this data folder's) instead of one of the demo's own")
+    ] = False,
 ) -> None:
     """Run the whole loop on real data and show what comes out."""
     from semantide.services.commandline.demo import run_demo
 
-    run_demo(dataset, seed)
+    run_demo(dataset, seed, running=running)
 
 
 @app.command()
