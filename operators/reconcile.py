@@ -160,7 +160,7 @@ def _waiting(look: Look, step: Step) -> Waiting:
     avoid = frozenset(entry.node for entry in status.avoid)
     request = Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
-    return Waiting(request, job.spec.priority, since, status.waited_seconds)
+    return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0)
 
 
 def _running(look: Look, step: Step) -> Running | None:
