@@ -19,7 +19,7 @@ from typing import Any
 
 from stopwatch import finish  # type: ignore[import-not-found]
 
-from semantide.operators.actions import Create, DeletePod, PatchStatus
+from semantide.operators.actions import AnnotatePod, Create, DeletePod, PatchStatus
 from semantide.operators.pods import time_of
 from semantide.operators.reconcile import Round, reconcile_all
 from semantide.operators.resources import API_VERSION
@@ -78,6 +78,11 @@ class Objects:
                     self.put({**jobs[action.namespace, action.name], "status": dict(action.status)})
                 elif isinstance(action, DeletePod):
                     self.cache.drop(pods[action.namespace, action.name])
+                elif isinstance(action, AnnotatePod):
+                    body = pods[action.namespace, action.name]
+                    metadata = {**body["metadata"], "annotations": {**body["metadata"]["annotations"], **action.annotations}}
+                    pods[action.namespace, action.name] = {**body, "metadata": metadata}
+                    self.put(pods[action.namespace, action.name])
                 elif isinstance(action, Create) and action.manifest["kind"] == "Pod":
                     body = dict(action.manifest)
                     node = body["metadata"]["annotations"]["semantide.io/node"]
