@@ -137,7 +137,8 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
     creates = tuple(Create(manifest) for manifest in manifests)
     # One attempt's finished pods are kept for their logs.
     old = [pod for pod in look.pods if pod.attempt < status.attempt - 1]
-    return Step(status, (*step.actions, *creates, *ends(look, old), _event(job, "Placed", message)))
+    told = message if attempt == 1 else f"{message}, gang {attempt}"
+    return Step(status, (*step.actions, *creates, *ends(look, old), _event(job, "Placed", told)))
 
 
 def refused(look: Look, step: Step, reason: str) -> Step:
@@ -196,7 +197,7 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         )
         message = _running(status)
         status = _concluded(look, status, "Running", "Running", message)
-        actions = (*actions, _event(job, "Running", message))
+        actions = (*actions, _event(job, "Running", message if status.attempt == 1 else f"{message}, gang {status.attempt}"))
     else:
         status = _concluded(look, slowness(job, status, look.settings.slow_ratio, now), "Running", "Running", _running(status))
     return Step(status, (*actions, *_tell_ranks(look, status)))

@@ -338,3 +338,19 @@ def test_rounds_without_news_write_nothing(world: Worlds) -> None:
     for _ in range(5):
         lab.turn(1, seconds=7)
     assert lab.cluster.version == before
+
+
+def test_claimed_devices_are_placed_by_slices_and_claims(world: Worlds) -> None:
+    lab = world(["a", "b"], npus=0, dynamic_resources=True, device_info_seconds=1.0)
+    for node, count in (("a", 4), ("b", 8)):
+        devices = [{"name": f"npu-{npu}", "attributes": {"index": {"int": npu}}} for npu in range(count)]
+        spec = {"nodeName": node, "driver": "npu.huawei.com", "pool": {"name": node}, "devices": devices}
+        lab.cluster.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": node}, "spec": spec})
+    lab.submit("large", npus=8)
+    lab.submit("larger", npus=8)
+    lab.operator.turn()
+    lab.operator.turn()
+    assert [place["node"] for place in lab.status("large")["placement"]] == ["b"]
+    assert lab.phase("larger") == "Pending"
+    (template,) = lab.cluster.of("ResourceClaimTemplate")
+    assert lab.pods("large")[0]["spec"]["resourceClaims"][0]["resourceClaimTemplateName"] == template["metadata"]["name"]
