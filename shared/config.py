@@ -6,7 +6,7 @@ Read once per process by the entry points (``services/local.py``, the command li
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -71,6 +71,10 @@ class Settings(BaseSettings):
     """Events, or pairs of items, that one part of such work has: what a worker holds at a time, rows."""
     session_gap_seconds: int = Field(default=1800, ge=1)
     """Silence that ends a session, seconds."""
+    job_runner: Literal["process", "cluster"] = "process"
+    """Where a worker's long jobs run: in child processes of its own, or as NPUJobs that the operator gives pods to (needs the ``[cluster]`` extra)."""
+    cluster_jobs: dict[str, Any] = {}
+    """What the NPUJobs of this deployment have in common, with ``job_runner`` cluster: ``namespace``, ``labels``, ``default`` and ``kinds`` (parts of their spec). JSON."""
     job_slots: int = Field(default=1, ge=1)
     """Jobs that one worker runs at the same time."""
     job_attempts: int = Field(default=5, ge=1)
@@ -109,8 +113,20 @@ class Settings(BaseSettings):
     """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
     """Most memory in the broker for rankings that are kept for later pages; the oldest go first, bytes."""
+    replica_model: str = ""
+    """Model that this serving process serves, whatever is live (a replica of an NPUService sets it). Empty: the live one."""
+    replica_catalog: str = ""
+    """Catalog for ``replica_model``. Empty: the newest of the line that the model was trained for."""
+    replica_variant: str = ""
+    """Variant of the split that this serving process serves to everybody. Empty: the live model and its variants."""
+    route_to: str = ""
+    """Serving replicas that `semantide route` forwards to, separated by commas, as in http://semantide-serving:8000; each address that a name has is a replica."""
+    route_patience_seconds: float = Field(default=10.0, ge=0)
+    """How long the router keeps a request for which no replica is ready, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port on which a worker process shows its metrics on loopback; ``semantide up`` gives its workers this one and the next. 0: none."""
+    """Port on which a process shows its metrics without a key; ``semantide up`` gives its workers this one and the next. 0: none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; in a pod or container 0.0.0.0, so that a collector reaches it."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, http://host:4318. Empty: traces stay in the process, nothing leaves the machine."""
     log_level: str = "INFO"

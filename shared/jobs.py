@@ -1,4 +1,4 @@
-"""Long work: one spec, run by a local process of the room's worker.
+"""Long work: one spec, run by a local process of the room's worker, or on a cluster by pods (``shared/cluster_jobs.py``).
 
     submit -> record in Redis (queued) + RunJob message -> JobRunner in a worker starts ``services.local job <id>``
            -> that process calls the room's ``job.run(JobContext)`` -> outcome recorded (succeeded, failed, cancelled)
@@ -25,15 +25,18 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
-from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, TransientError
+from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, TransientError
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, current_trace, logger
 
-_INDEX = "semantide:jobs"
+JOBS_INDEX = "semantide:jobs"
+ENDED_JOBS = "semantide:jobs:ended"  # hash "room/state" -> count
 _METRICS_KEPT = 20_000
 METRICS_SECONDS = 30 * 86400  # live metrics of a job that has ended; a model keeps its own curve
+_RANKS_SECONDS = 600  # what ranks say of their steps is of the present alone
 _RECORDS_PER_LOOK = 200
 AGAIN = 75  # exit status of a job's process that shall be started again without counting as a crash
+FAILED = 65  # exit status of a job's pod that shall not be started again: the job has failed, or was cancelled
 _PROGRESS_SECONDS = 0.2
 
 
@@ -45,6 +48,13 @@ def now_ms() -> int:
 def open_jobs_key(room: str) -> str:
     """The Redis set of a room's jobs that have not ended."""
     return f"semantide:jobs:open:{room}"
+
+
+def ended_jobs(client: Any) -> dict[tuple[str, str], int]:
+    """How many jobs ever ended, by room and state."""
+    return {
+        (room, state): int(count) for (room, _, state), count in ((key.decode().partition("/"), count) for key, count in client.hgetall(ENDED_JOBS).items())
+    }
 
 
 @dataclass(frozen=True)
@@ -79,9 +89,9 @@ class Jobs:
     def _open(self, record: JobRecord, fields: Mapping[str, Any]) -> None:
         pipe = self._redis.pipeline(transaction=True)
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
-        pipe.zadd(_INDEX, {record.id: record.created})
+        pipe.zadd(JOBS_INDEX, {record.id: record.created})
         pipe.sadd(open_jobs_key(record.spec.room), record.id)
-        pipe.persist(self._metrics_key(record.id))
+        pipe.persist(self.metrics_key(record.id))
         pipe.execute()
         if self._queues is None:
             return
@@ -105,7 +115,7 @@ class Jobs:
         """Newest first."""
         records: list[JobRecord] = []
         begin = 0
-        while names := self._redis.zrevrange(_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
+        while names := self._redis.zrevrange(JOBS_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
             begin += len(names)
             pipe = self._redis.pipeline(transaction=False)
             for name in names:
@@ -141,7 +151,8 @@ class Jobs:
         record = self.get(job_id)
         if record.state not in ("failed", "cancelled"):
             raise Conflict(f"job {job_id} is {record.state}: only a failed or cancelled job can be resumed")
-        self._open(record, {"state": "queued", "cancel_requested": False, "error": None, "attempt": 0, "finished": None})
+        fresh = {"state": "queued", "cancel_requested": False, "error": None, "attempt": 0, "finished": None, "resumes": record.resumes + 1, "npujob": ""}
+        self._open(record, fresh)
         return self.get(job_id)
 
     def end(self, record: JobRecord, state: str, *, error: str | None = None, outcome: JobOutcome | None = None) -> None:
@@ -152,19 +163,30 @@ class Jobs:
         pipe = self._redis.pipeline()
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
         pipe.srem(open_jobs_key(record.spec.room), record.id)
-        pipe.expire(self._metrics_key(record.id), METRICS_SECONDS)
+        pipe.hincrby(ENDED_JOBS, f"{record.spec.room}/{state}", 1)
+        pipe.expire(self.metrics_key(record.id), METRICS_SECONDS)
         pipe.execute()
 
     @staticmethod
-    def _metrics_key(job_id: str) -> str:
+    def metrics_key(job_id: str) -> str:
+        """The Redis stream of a job's live metrics."""
         return f"semantide:job:{job_id}:metrics"
+
+    @staticmethod
+    def ranks_key(job_id: str) -> str:
+        """The Redis hash of what ranks say of their steps."""
+        return f"semantide:job:{job_id}:ranks"
+
+    def step_seconds(self, job_id: str) -> dict[int, float]:
+        """Seconds that each rank computed for a step of late, without its waits for others."""
+        return {int(rank): float(seconds) for rank, seconds in self._redis.hgetall(self.ranks_key(job_id)).items()}
 
     def metrics(self, job_id: str, after: int = -1) -> list[dict[str, float]]:
         """Metric rows with ``step`` > ``after``; of rows that a resumed run repeated, the last one."""
         rows: dict[tuple[int, tuple[str, ...]], dict[str, float]] = {}
         # From the newest back, so that somebody who follows a long run reads only what is new.
         last = "+"
-        while entries := self._redis.xrevrange(self._metrics_key(job_id), max=last, count=_RECORDS_PER_LOOK):
+        while entries := self._redis.xrevrange(self.metrics_key(job_id), max=last, count=_RECORDS_PER_LOOK):
             for _, entry in entries:
                 row = json.loads(entry[b"row"])
                 if row["step"] <= after:
@@ -210,11 +232,22 @@ class JobContext:
         def flush() -> None:
             pipe = self.broker.pipeline(transaction=True)
             for row in self._unsent:
-                pipe.xadd(Jobs._metrics_key(self.id), {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
+                pipe.xadd(Jobs.metrics_key(self.id), {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
             pipe.execute()
             self._unsent.clear()
 
         self._quietly(flush)
+
+    def step_seconds(self, rank: int, seconds: float) -> None:
+        """Say how long a rank computes for a step, without its waits for others: a machine that is slow is found by it."""
+
+        def tell() -> None:
+            pipe = self.broker.pipeline(transaction=True)
+            pipe.hset(Jobs.ranks_key(self.id), str(rank), f"{seconds:.6g}")
+            pipe.expire(Jobs.ranks_key(self.id), _RANKS_SECONDS)
+            pipe.execute()
+
+        self._quietly(tell)
 
     def _quietly(self, write: Callable[[], None]) -> None:
         # A broker that is away must not cost hours of training: what could not be said now is said later.
@@ -228,12 +261,17 @@ class JobContext:
 
         Raises: JobCancelled when the job shall stop now.
         """
-        if self._stop.is_set():
+        if self.stopping:
             raise JobCancelled(f"job {self.id} was asked to stop")
 
     def stop(self) -> None:
         """Make the next ``check_cancelled`` raise."""
         self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job was asked to stop."""
+        return self._stop.is_set()
 
     def send(self, message: Message) -> None:
         """Put a message on its queue.
@@ -280,6 +318,9 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
         # No fault of the job's: it goes on from its folder when the broker is back.
         log.warning("the broker is away, the job will be started again", job=job_id, error=str(cause))
         return AGAIN
+    except RankLost as cause:
+        log.warning("a rank was lost, the job will be started again", job=job_id, error=str(cause))
+        return 1
     except Exception as cause:
         log.exception("job failed", job=job_id)
         state, error = "failed", f"{type(cause).__name__}: {cause}"
@@ -288,7 +329,7 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
             jobs.end(record, state, error=error, outcome=outcome)
             return 0
         except broker_door.ConnectionLost:
-            if context._stop.is_set():
+            if context.stopping:
                 return AGAIN
             time.sleep(0.5)
 

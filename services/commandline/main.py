@@ -22,7 +22,7 @@ from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ROOMS, JobRecord, JobSpec
+from semantide.shared.contracts import ROOMS, ClusterWish, JobRecord, JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -40,6 +40,16 @@ _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that nee
 _REJECTS_SHOWN = 5
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
+
+
+OnCluster = Annotated[
+    list[str] | None,
+    typer.Option("--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds"),
+]
+
+
+def _wish(options: list[str] | None) -> ClusterWish:
+    return ClusterWish.model_validate(_config(options))
 
 
 def _config(overrides: list[str] | None) -> dict[str, Any]:
@@ -136,6 +146,26 @@ def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all
     _become("api", *rooms)
 
 
+@app.command()
+def pod(job_id: Annotated[str, typer.Argument(help="Id of the job")]) -> None:
+    """Do a pod's part of a job in this process (what the pods of an NPUJob run)."""
+    _become("pod", job_id)
+
+
+@app.command()
+def replica() -> None:
+    """Serve recommendations as one replica of several (what the pods of an NPUService run)."""
+    _become("api", "serving")
+
+
+@app.command()
+def route() -> None:
+    """Forward requests to serving replicas, those of one user to the same one (SEMANTIDE_ROUTE_TO names them)."""
+    settings = Settings()
+    stack.check_port(settings.host, settings.port)
+    _become("route")
+
+
 def _become(verb: str, *arguments: str) -> None:
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "semantide.services.local", verb, *arguments])
@@ -199,13 +229,16 @@ def tokenize(
     ] = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
     """Spell every item as a semantic id: one catalog artifact, and a report."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"vectors": vectors} if vectors else {})
-    record = run_job(client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(
+        client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json
+    )
     if wait and not as_json:
         _tokenizer_report(record.result)
 
@@ -224,6 +257,7 @@ def negatives(
     epochs: Annotated[int | None, typer.Option(help="Draw the shards of so many epochs instead, by the mixture --set mix='{\"popularity\": 64}'")] = None,
     beams: Annotated[str | None, typer.Option(help="With --epochs: searched beams that the mixture takes some from")] = None,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -233,7 +267,7 @@ def negatives(
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model), ("beams", beams)) if ref}
     config = _config(overrides) | ({} if epochs is None else {"epochs": epochs})
-    record = run_job(client, JobSpec(kind="negatives", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="negatives", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -248,6 +282,7 @@ def train(
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -260,7 +295,7 @@ def train(
     if beams:
         inputs["beams"] = beams
     config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
-    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -275,6 +310,7 @@ def evaluate(
     catalog: str | None = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -289,7 +325,7 @@ def evaluate(
     }
     inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever)) if ref}
     config = _config(overrides) | ({"weights": weights} if weights != "float32" else {})
-    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.evaluation(record.result)
 
@@ -331,11 +367,14 @@ def artifacts(kind: Annotated[str | None, typer.Argument(help="datasets, catalog
 def demo(
     dataset: Annotated[str, typer.Option(help="kuairand (carried by the repository) or ml-100k (fetched)")] = "kuairand",
     seed: int = 0,
+    running: Annotated[
+        bool, typer.Option("--running", help="On the stack that runs (SEMANTIDE_URL, or this data folder's) instead of one of the demo's own")
+    ] = False,
 ) -> None:
     """Run the whole loop on real data and show what comes out."""
     from semantide.services.commandline.demo import run_demo
 
-    run_demo(dataset, seed)
+    run_demo(dataset, seed, running=running)
 
 
 @app.command()
