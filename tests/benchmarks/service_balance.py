@@ -5,7 +5,7 @@ A faithful simulation of queues with measured times: a real serving process answ
 the product's own code (``services/serving/replicas.py``), which sees what the router sees: body and work under way, not the time that a request will take.
 Traffic: a few users ask for much (Zipf), histories as long as KuaiRand's, some wide searches; the same arrivals for every policy. Queue: requests that wait or run, over time.
 
-    python tests/benchmarks/service_balance.py [--quick] [--json] [--replicas 16] [--utilisation 0.7] [--data FOLDER]
+    python tests/benchmarks/service_balance.py [--quick] [--json] [--replicas 16] [--utilisation 0.95] [--data FOLDER]
 
 Before anything is measured, the router in front of two real processes must give the answers that each of them gives: exit 1 where one differs.
 """
@@ -39,8 +39,8 @@ from semantide.services.serving.replicas import Asked, Replicas
 from semantide.shared.broker import free_port
 from semantide.shared.version import code_version
 
-WIDTHS = (10, 50, 200)
-WIDTH_SHARES = (0.2, 0.7, 0.1)
+WIDTHS = (10, 50, 500)
+WIDTH_SHARES = (0.25, 0.7, 0.05)
 USERS_KEPT = 500  # prompts that one replica keeps
 
 
@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--replicas", type=int, default=16)
-    parser.add_argument("--utilisation", type=float, default=0.7)
+    parser.add_argument("--utilisation", type=float, default=0.95)
     parser.add_argument("--data", type=Path, default=None)
     options = parser.parse_args()
     times, added, wrong = measure_times(options)
