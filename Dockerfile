@@ -6,7 +6,7 @@
 #   BASE         a base with Python 3.11 or newer; an accelerator's vendor image for NVIDIA or Ascend
 #   TORCH_INDEX  index of torch's wheels for this image: the address of the CPU wheels (torch's installation page has it).
 #                Empty: torch comes from the default index, whose x86-64 wheel carries CUDA libraries, several GB.
-#   EXTRAS       extras of the package, separated by spaces, as in "s3 text" or "npu"
+#   EXTRAS       extras of the package, separated by spaces, as in "cluster s3 text" or "cluster npu"; cluster: jobs may be NPUJobs
 # A pip configuration (mirror, credentials) is given as a build secret and stays out of the image: --secret id=pip,src=pip.conf
 ARG BASE=python:3.11-slim-bookworm
 
@@ -19,38 +19,43 @@ RUN command -v c++ > /dev/null \
     || { apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } \
     || echo "no C++ compiler: the image will run the torch references"
 WORKDIR /build
-COPY constraints.txt pyproject.toml docker/requirements.py docker/trim.py ./
 
 # torch, the other dependencies and our code are layers of their own: a change of code sends the last one, of a few MB, anew.
 # torch comes alone from its index, which need not have the pinned versions of what torch stands on; those follow with the rest.
 FROM venv AS torch
 ARG TORCH_INDEX=""
+COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch \
     && python -c "import importlib.metadata as m; files = [str(f) for f in m.files('torch')]; print('torch', m.version('torch'), 'carries CUDA libraries: TORCH_INDEX chooses a smaller build' if any('libtorch_cuda' in f for f in files) else '')"
 
 FROM torch AS dependencies
-ARG EXTRAS=""
+ARG EXTRAS="cluster"
+COPY pyproject.toml docker/requirements.py ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python requirements.py ${EXTRAS} > requirements.txt \
-    && pip install --root /rest --constraint constraints.txt --requirement requirements.txt \
-    && python trim.py /rest
+    && pip install --root /rest --constraint constraints.txt --requirement requirements.txt
+COPY docker/trim.py ./
+RUN python trim.py /rest
 
 FROM torch AS trimmed-torch
+COPY docker/trim.py ./
 RUN python trim.py /opt/semantide && python -m pip uninstall --yes pip
 
 FROM venv AS code
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --no-deps --root /code . && python trim.py /code
+    pip install --no-deps --root /code .
 
 # The operator: its own environment, then an empty root with nothing but what that needs.
 FROM venv AS operator-environment
 RUN python3 -m venv /opt/operator
+COPY constraints.txt pyproject.toml docker/requirements.py ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python requirements.py --only operator > requirements.txt \
-    && /opt/operator/bin/pip install --constraint constraints.txt --requirement requirements.txt \
-    && python trim.py /opt/operator
+    && /opt/operator/bin/pip install --constraint constraints.txt --requirement requirements.txt
+COPY docker/trim.py ./
+RUN python trim.py /opt/operator
 COPY --from=code /code/opt/semantide/lib /opt/operator/lib
 RUN cd /opt/operator/lib/python3*/site-packages/semantide && rm -rf kernels services && find . -name __pycache__ -prune -exec rm -rf {} +
 COPY docker/bare_root.py docker/bill_of_materials.py ./

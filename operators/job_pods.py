@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from json import dumps
 from typing import Any
 
-from semantide.operators.pod_template import Container, child_name, merged, owned, pod_manifest, short_digest
+from semantide.operators.pod_template import Container, child_name, full_template, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, table_name
 from semantide.operators.resources import (
@@ -100,7 +100,7 @@ def _pod(
         volumes=({"name": "semantide-ranks", "configMap": {"name": table_name(gang), "optional": True}},) if len(placement) > 1 or mine.npus else (),
         mounts=({"name": "semantide-ranks", "mountPath": RANKS_FOLDER, "readOnly": True},),
     )
-    manifest = pod_manifest(job, merged(settings.pod_template, job.spec.template), own)
+    manifest = pod_manifest(job, full_template(job, settings), own)
     spec = manifest["spec"]
     spec |= over.pod_spec
     if settings.rendezvous == "dns" and len(placement) > 1:

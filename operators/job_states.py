@@ -128,6 +128,7 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
             "revision": job_revision(job),
             "resumed_from": status.checkpoint,
             "restart_time": None,
+            "reason_time": None,
             "placed_time": time_of(look.now),
             "slow": (),
             "slow_time": None,
@@ -146,8 +147,14 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
 
 
 def refused(look: Look, step: Step, reason: str) -> Step:
-    """The step of a job that goes on waiting, and says why."""
-    return Step(_concluded(look, step.status, "Pending", "Waiting", reason), step.actions)
+    """The step of a job that goes on waiting, and says why; what is free changes all the time, and is not written each time."""
+    told = seconds_of(step.status.reason_time)
+    if told is not None and 0 <= look.now - told < look.settings.reason_seconds:
+        return Step(step.status, step.actions)
+    status = _concluded(look, step.status, "Pending", "Waiting", reason)
+    if status.message != step.status.message:
+        status = status.model_copy(update={"reason_time": time_of(look.now)})
+    return Step(status, step.actions)
 
 
 def make_room(look: Look, step: Step, beneficiary: str) -> Step:
@@ -303,7 +310,7 @@ def _queued(look: Look, status: NPUJobStatus) -> NPUJobStatus:
     """Back in line, with the waiting of earlier times."""
     joined, began = seconds_of(status.queue_time), seconds_of(status.placed_time)
     waited = status.waited_seconds + (max(0.0, began - joined) if joined and began else 0.0)
-    return status.model_copy(update={"queue_time": time_of(look.now), "waited_seconds": waited, "placed_time": None, "placement": ()})
+    return status.model_copy(update={"queue_time": time_of(look.now), "waited_seconds": waited, "placed_time": None, "reason_time": None, "placement": ()})
 
 
 def _wait(look: Look, status: NPUJobStatus) -> Step:

@@ -13,6 +13,7 @@ from json import dumps
 from typing import Any
 
 from semantide.operators.resources import API_VERSION, MANAGED_BY, MANAGED_BY_LABEL, NPUJob, NPUService
+from semantide.operators.settings import OperatorSettings
 
 _METADATA = ("labels", "annotations")
 _POD = (
@@ -72,6 +73,12 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             result[key] = deepcopy(value)
     return result
+
+
+def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dict[str, Any]:
+    """A resource's template over the operator's, whose volumes and Secrets are those of its own namespace."""
+    below = merged(settings.pod_template, settings.pod_extras) if owner.namespace == settings.own_namespace else {}
+    return merged(below, owner.spec.template)
 
 
 def check_template(template: Mapping[str, Any]) -> None:

@@ -17,8 +17,9 @@ from semantide.operators.job_pods import pod_names
 from semantide.operators.job_states import Look, Step, advance, make_room, placed, refused
 from semantide.operators.node import Node
 from semantide.operators.placement import Placement, place
+from semantide.operators.pod_template import full_template
 from semantide.operators.pods import Pod, seconds_of
-from semantide.operators.request import Request, Shape, job_request, replica_request, shape_of
+from semantide.operators.request import Request, Shape, shape_of
 from semantide.operators.resources import JOB_KIND, NPUJob, NPUJobStatus, NPUService, NPUServiceStatus, PodPlacement
 from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed
 from semantide.operators.settings import OperatorSettings
@@ -48,6 +49,9 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
     """What to do about everything."""
     slow = slow_nodes(snapshot.jobs, snapshot.now)
     nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
+    if nodes and all(node.gone for node in nodes.values()):
+        # Where nobody answers the cluster itself is in trouble: restarting what may well run on would only lose its work.
+        nodes = {name: replace(node, gone=False) for name, node in nodes.items()}
     owned: dict[str, list[Pod]] = defaultdict(list)
     for pod in snapshot.pods:
         owned[pod.owner].append(pod)
@@ -55,7 +59,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
     looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings) for job in snapshot.jobs}
     steps = {key: advance(look) for key, look in looks.items()}
     for key, step in steps.items():
-        _reserve(fleet, looks[key].job, step.status.placement, looks[key].pods)
+        _reserve(fleet, looks[key].job, step.status.placement, looks[key].pods, settings)
     service_looks = {
         service.key: ServiceLook(
             service, owned[service.metadata.uid], nodes, snapshot.now, settings, snapshot.loads.get(service.key, ()), service.key in snapshot.fronts
@@ -76,17 +80,17 @@ def _label(resource: NPUJob | NPUService) -> str:
     return f"{resource.kind} {resource.key}"
 
 
-def _reserve(fleet: Fleet, resource: NPUJob | NPUService, places: Sequence[PodPlacement], pods: Sequence[Pod]) -> None:
+def _reserve(fleet: Fleet, resource: NPUJob | NPUService, places: Sequence[PodPlacement], pods: Sequence[Pod], settings: OperatorSettings) -> None:
     """Take the places that were given to pods which are not there yet."""
     there = {pod.name for pod in pods}
     missing = [place for place in places if place.pod not in there and place.node]
     if missing:
-        fleet.occupy(missing, _shape(resource))
+        fleet.occupy(missing, _shape(resource, settings))
 
 
-def _shape(resource: NPUJob | NPUService) -> Shape:
+def _shape(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
     npus = resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica
-    return shape_of(resource.spec.profile, resource.spec.resource_name, npus, resource.spec.template)
+    return shape_of(resource.spec.profile, resource.spec.resource_name, npus, full_template(resource, settings))
 
 
 def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet) -> dict[str, ServiceStep]:
@@ -96,7 +100,7 @@ def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet) -> dict[str, ServiceS
         step = ServiceStep(look.service.status)
         try:
             step = advance_service(look)
-            _reserve(fleet, look.service, step.status.placement, look.pods)
+            _reserve(fleet, look.service, step.status.placement, look.pods, look.settings)
             if step.wanted:
                 step = _place_replicas(look, step, fleet)
         except ValueError as error:
@@ -109,7 +113,7 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> Servi
     beside: dict[str, int] = defaultdict(int)
     for entry in step.status.placement:
         beside[entry.node] += 1
-    request = replace(replica_request(look.service, step.wanted, beside), avoid=step.avoid)
+    request = Request(look.service.key, step.wanted, _shape(look.service, look.settings), least=1, spread=True, beside=beside, avoid=step.avoid)
     found = place(request, fleet)
     if not isinstance(found, Placement):
         return no_room(look, step, found.reason)
@@ -128,11 +132,11 @@ def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: 
     for key, look in looks.items():
         step = steps[key]
         try:
+            if step.waits and (seconds_of(step.status.restart_time) or 0.0) > now:
+                continue  # after a loss; its message still says what happened
             if step.waits and look.job.spec.scheduler != "own":
-                pause = seconds_of(step.status.restart_time) or 0.0
-                if pause <= now:
-                    names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
-                    steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
+                names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
+                steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
             elif step.waits:
                 waiting.append(_waiting(look, step))
             elif (gang := _running(look, step)) is not None:
@@ -153,9 +157,10 @@ def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: 
 def _waiting(look: Look, step: Step) -> Waiting:
     job, status = look.job, step.status
     names = pod_names(job, status.attempt + 1, max(status.wish, job.spec.world_size))
-    request = job_request(job, names, avoid=frozenset(entry.node for entry in status.avoid))
+    avoid = frozenset(entry.node for entry in status.avoid)
+    request = Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
-    return Waiting(request, job.spec.priority, since, status.waited_seconds, seconds_of(status.restart_time) or 0.0)
+    return Waiting(request, job.spec.priority, since, status.waited_seconds)
 
 
 def _running(look: Look, step: Step) -> Running | None:
@@ -174,7 +179,7 @@ def _running(look: Look, step: Step) -> Running | None:
     started = seconds_of(status.placed_time) or look.now
     start, deadline = seconds_of(status.start_time), job.spec.deadline_seconds
     return Running(
-        request=Request(job.key, names, job_request(job, names).shape, least=min(len(names), job.spec.least_pods)),
+        request=Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods)),
         pods=pods,
         priority=job.spec.priority,
         since=seconds_of(status.queue_time) or started,

@@ -193,7 +193,8 @@ class NPUJobStatus(Part):
 
     ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
     ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of. It stands in line since ``queue_time``
-    and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited.
+    and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited. ``reason_time`` is when the reason for
+    its waiting was written.
     """
 
     phase: JobPhase = "Pending"
@@ -205,6 +206,7 @@ class NPUJobStatus(Part):
     attempt: int = 0
     restarts: int = 0
     restart_time: str | None = None
+    reason_time: str | None = None
     message: str = ""
     imbalance: float | None = None
     wish: int = 0
@@ -227,6 +229,12 @@ class Replicas(Part):
 
     min: int = Field(default=1, ge=0)
     max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _most_as_least(cls, said: Any) -> Any:
+        """Without a most, as many as at least."""
+        return {**said, "max": max(1, int(said.get("min", 1)))} if isinstance(said, dict) and "max" not in said else said
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

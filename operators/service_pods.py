@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from semantide.operators.job_pods import claim_devices, claim_template, device_annotations, visible_devices
-from semantide.operators.pod_template import Container, child_name, merged, owned, pod_manifest, short_digest
+from semantide.operators.pod_template import Container, child_name, full_template, merged, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.resources import NODE_ANNOTATION, REVISION_LABEL, SERVICE_LABEL, NPUService, PodPlacement
 from semantide.operators.settings import OperatorSettings
@@ -20,7 +20,7 @@ _NOT_IN_PODS = {"replicas", "rollout", "target", "suspend"}
 def service_revision(service: NPUService, settings: OperatorSettings) -> str:
     """A digest of what the pods are made of, the operator's own part included: pods of another one are replaced."""
     spec = service.spec.model_dump(mode="json", exclude=_NOT_IN_PODS, exclude_defaults=True)
-    return short_digest([spec, "" if service.spec.image else settings.image, settings.pod_template])
+    return short_digest([spec, "" if service.spec.image else settings.image, full_template(service, settings)])
 
 
 def replica_prefix(service: NPUService, revision: str) -> str:
@@ -46,8 +46,7 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
     spec = service.spec
     npus = spec.npus_per_replica
     claims = bool(npus) and settings.dynamic_resources
-    environment = {"SEMANTIDE_REPLICA_SERVICE": service.name, "SEMANTIDE_REPLICA_MODEL": spec.model, "SEMANTIDE_REPLICA_CATALOG": spec.catalog}
-    environment |= {"SEMANTIDE_REPLICA_VARIANT": spec.variant}
+    environment = {"SEMANTIDE_REPLICA_MODEL": spec.model, "SEMANTIDE_REPLICA_CATALOG": spec.catalog, "SEMANTIDE_REPLICA_VARIANT": spec.variant}
     own = Container(
         name=place.pod,
         labels={**service_selector(service), REVISION_LABEL: revision},
@@ -56,7 +55,6 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
         command=spec.command or _ENTRY,
         environment=[
             *({"name": name, "value": value} for name, value in environment.items() if value),
-            {"name": "SEMANTIDE_REPLICA_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             *visible_devices(spec.profile, service_resource(service), place.npus, settings),
         ],
         resources={service_resource(service): str(npus)} if npus and not claims else {},
@@ -64,7 +62,7 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
         node=place.node,
         stop_seconds=settings.stop_seconds,
     )
-    manifest = pod_manifest(service, merged(_defaults(), merged(settings.pod_template, spec.template)), own)
+    manifest = pod_manifest(service, merged(_defaults(), full_template(service, settings)), own)
     if not claims:
         return [manifest]
     claim_devices(manifest["spec"], place.pod)

@@ -28,7 +28,9 @@ class OperatorSettings(BaseSettings):
     image: str = "semantide:0.1.0"
     """Image of pods whose resource names none."""
     pod_template: dict[str, Any] = {}
-    """What every pod gets, below what its resource's own `template` says. JSON, in that field's form."""
+    """What every pod in the operator's own namespace gets, below what its resource's `template` says. JSON, in that field's form."""
+    pod_extras: dict[str, Any] = {}
+    """More of the same, which goes before `pod_template`. JSON."""
     port: int = Field(default=8080, ge=0, le=65535)
     """TCP port of /metrics, /healthz and /readyz. 0: none."""
     lease_seconds: float = Field(default=15.0, ge=2)
@@ -57,6 +59,8 @@ class OperatorSettings(BaseSettings):
     """How long Kubernetes' scheduler may refuse a placed pod before the whole gang is placed anew elsewhere, seconds."""
     placing_seconds: float = Field(default=900.0, gt=0)
     """How long all pods of a gang may take to run (images are pulled) before that counts as a failure, seconds."""
+    reason_seconds: float = Field(default=15.0, ge=0)
+    """How often the reason why a job waits is written anew, at most, seconds."""
     avoid_seconds: float = Field(default=300.0, ge=0)
     """How long a job avoids a node that refused its pod, seconds."""
     backoff_limit_seconds: float = Field(default=300.0, ge=0)

@@ -89,7 +89,9 @@ class ObjectCache:
         services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
         pods = self.bodies("Pod")
         asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
-        nodes = read_nodes(self.bodies("Node"), pods, device_infos, now=now, resource_names=(DEVICE_NAMES | asked) - {""}, gone_seconds=settings.node_grace_seconds)
+        nodes = read_nodes(
+            self.bodies("Node"), pods, device_infos, now=now, resource_names=(DEVICE_NAMES | asked) - {""}, gone_seconds=settings.node_grace_seconds
+        )
         return Snapshot(
             now=now,
             jobs=tuple(jobs),

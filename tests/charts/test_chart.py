@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +13,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from semantide.operators.pod_template import check_template, merged
+from semantide.operators.resources import NPUJob, NPUJobSpec, NPUService
 from semantide.services import local
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ROOMS
+from semantide.shared.contracts import JOB_ROOMS, ROOMS, JobRecord, JobSpec
+from semantide.shared.npujob import Deployment, body
 
 PROFILES = ("", "cpu", "nvidia", "ascend")
 VERSIONS = ("1.28", "1.33", "1.37")
@@ -144,8 +146,8 @@ def test_every_pod_is_locked_down(render: Render, full: str, options: tuple[str,
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["runAsUser"] >= 1, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
-        # The operator alone talks to the API server.
-        assert spec["automountServiceAccountToken"] is name.endswith("-operator"), name
+        # Who else talks to the API server has a test of its own.
+        assert spec["automountServiceAccountToken"] is False or name.endswith("-operator") or "-worker-" in name, name
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -240,7 +242,7 @@ def test_the_readme_is_current(values_table: ModuleType) -> None:
 def test_every_value_is_explained(values_table: ModuleType) -> None:
     for line in values_table.page().splitlines():
         if line.startswith("| `"):
-            assert len(line.split("|")[-2].strip()) > 3, line
+            assert len(line.split("|")[-2].strip()) > 3 and "|  One of" not in line, line
 
 
 def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
@@ -250,15 +252,85 @@ def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
     assert set(schema) - {"global"} == set(yaml.safe_load((lint.CHART / "values.yaml").read_text()))
 
 
-@pytest.mark.parametrize(("profile", "resource"), [("nvidia", "nvidia.com/gpu"), ("ascend", "huawei.com/Ascend910")])
-def test_training_takes_the_accelerator(render: Render, profile: str, resource: str) -> None:
-    for name, deployment in rooms_of(render(profile)).items():
-        resources = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
-        expected = "1" if name == "shop-semantide-worker-training" else None
-        assert (resources["requests"].get(resource), resources["limits"].get(resource)) == (expected, expected)
-    other = render(profile, "--set-json", json.dumps({resource: None, "huawei.com/Ascend310P": "4"}).join(["workers.training.accelerators=", ""]))
-    limits = of_kind(other, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert limits["huawei.com/Ascend310P"] == "4" and resource not in limits
+@pytest.mark.parametrize("profile", ["nvidia", "ascend"])
+def test_training_asks_the_operator_for_the_accelerator(render: Render, profile: str) -> None:
+    manifests = render(profile)
+    settings = Settings(cluster_jobs=json.loads(of_kind(manifests, "ConfigMap")["shop-semantide-settings"]["data"]["SEMANTIDE_CLUSTER_JOBS"]))
+    deployment = Deployment.model_validate(settings.cluster_jobs)
+    operator = environment(of_kind(manifests, "Deployment")["shop-semantide-operator"]["spec"]["template"])
+    assert operator["SEMANTIDE_OPERATOR_PROFILE"] == profile
+    for kind in JOB_ROOMS:
+        record = JobRecord(id=f"{kind}-1", spec=JobSpec(kind=kind), created=1)
+        job = NPUJob.parse({**body(record, deployment, 5), "metadata": {"name": "job", "namespace": "shop", "labels": {}}})
+        assert (job.spec.npus_per_pod, job.spec.profile) == ((1, profile) if kind == "train" else (0, operator_default(kind)))
+        check_template(merged(json.loads(operator["SEMANTIDE_OPERATOR_POD_TEMPLATE"]), job.spec.template))
+
+
+def operator_default(kind: str) -> str:
+    """What NPUJobSpec says where nobody else does."""
+    return NPUJobSpec(kind=kind).profile
+
+
+def test_pods_of_jobs_stand_where_the_rooms_do(render: Render) -> None:
+    manifests = render("", "--set", "settings.jobRunner=cluster")
+    room = of_kind(manifests, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]
+    template = json.loads(environment(of_kind(manifests, "Deployment")["shop-semantide-operator"]["spec"]["template"])["SEMANTIDE_OPERATOR_POD_TEMPLATE"])
+    container = room["spec"]["containers"][0]
+    assert template["labels"].items() <= room["metadata"]["labels"].items(), "the broker's policy lets pods in by this label"
+    for name in ("volumes", "securityContext", "serviceAccountName", "affinity", "enableServiceLinks"):
+        assert template[name] == room["spec"][name], name
+    assert (template["volumeMounts"], template["envFrom"], template["containerSecurityContext"]) == (
+        container["volumeMounts"],
+        container["envFrom"],
+        container["securityContext"],
+    )
+    assert next(entry for entry in template["env"] if entry["name"] == "SEMANTIDE_REDIS_URL") in container["env"]
+
+
+def test_only_workers_that_make_npujobs_talk_to_the_api_server(render: Render) -> None:
+    manifests = render("", "--set", "settings.jobRunner=cluster")
+    tokens = {name: each["spec"]["template"]["spec"]["automountServiceAccountToken"] for name, each in of_kind(manifests, "Deployment").items()}
+    assert {name for name, given in tokens.items() if given} == {"shop-semantide-operator", *(name for name in tokens if "-worker-" in name)}
+    role = of_kind(manifests, "Role")["shop-semantide-jobs"]
+    assert role["rules"] == [{"apiGroups": ["semantide.io"], "resources": ["npujobs"], "verbs": ["get", "list", "watch", "create", "patch", "delete"]}]
+    assert "shop-semantide-jobs" not in of_kind(render(), "Role")
+
+
+REPLICAS = (
+    "--set",
+    "servingReplicas.main.replicas.max=4,servingReplicas.small.npusPerReplica=1,ingressEnabled=true,ingressPaths./v1/recommendations=router",
+)
+KNOWS = ("--api-versions", "semantide.io/v1alpha1/NPUService")
+
+
+def test_replicas_are_npuservices_with_routers_in_front(render: Render) -> None:
+    manifests = render("", *REPLICAS, *KNOWS)
+    services = of_kind(manifests, "NPUService")
+    parsed = {name: NPUService.parse({**each, "metadata": {**each["metadata"], "namespace": "shop"}}).spec for name, each in services.items()}
+    assert parsed["shop-semantide-replicas-main"].replicas.max == 4 and parsed["shop-semantide-replicas-small"].npus_per_replica == 1
+    router = of_kind(manifests, "Deployment")["shop-semantide-router"]["spec"]
+    assert router["template"]["spec"]["containers"][0]["command"] == ["semantide", "route"] and router["replicas"] == 2
+    assert environment(router["template"])["SEMANTIDE_ROUTE_TO"] == ",".join(f"http://{name}:8000" for name in sorted(services))
+    paths = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]["http"]["paths"]
+    assert {path["path"]: path["backend"]["service"]["name"] for path in paths} == {"/": "shop-semantide-api", "/v1/recommendations": "shop-semantide-router"}
+    assert {"shop-semantide-router"} <= set(of_kind(manifests, "PodDisruptionBudget")) & set(of_kind(manifests, "NetworkPolicy"))
+
+
+def test_a_cluster_that_does_not_know_replicas_yet_gets_the_rest(render: Render, lint: ModuleType) -> None:
+    manifests = render("", *REPLICAS)
+    assert not of_kind(manifests, "NPUService") and "shop-semantide-router" in of_kind(manifests, "Deployment")
+    notes = lint.helm("install", "shop", str(lint.CHART), "--dry-run=client", *REPLICAS).stdout.partition("NOTES:")[2]
+    assert "servingReplicas were left out" in notes and "helm upgrade shop" in notes
+
+
+def test_without_replicas_there_is_no_router(render: Render) -> None:
+    assert not [name for manifest in render() if (name := manifest["metadata"]["name"]).endswith("-router")]
+
+
+def test_a_worker_may_have_an_accelerator_of_its_own(render: Render) -> None:
+    found = render("", "--set-json", 'workers.training.accelerators={"huawei.com/Ascend310P": "4", "nvidia.com/gpu": null}')
+    resources = of_kind(found, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources["limits"]["huawei.com/Ascend310P"] == resources["requests"]["huawei.com/Ascend310P"] == "4" and "nvidia.com/gpu" not in resources["limits"]
 
 
 def test_one_node_volumes_keep_pods_together(render: Render) -> None:
@@ -314,6 +386,9 @@ def test_notes_have_three_commands(lint: ModuleType) -> None:
         (["--set", "serviceMonitorEnabled=true"], ["metricsEnabled is false", "metricsEnabled=true"]),
         (["--set", "autoscaler=keda,apis.all.maxReplicas=3"], ["kedaPrometheusAddress is empty", "http://prometheus"]),
         (["--set", "apis.all.maxReplicas=3,apis.all.minReplicas=4"], ["api-all", "minReplicas is 4", "above maxReplicas 3"]),
+        (["--set", "ingressEnabled=true,ingressPaths./x=router"], ["/x", '"router"', "not in apis (all)"]),
+        (["--set", "servingReplicas.main.replicas.max=2,operatorEnabled=false"], ["operatorEnabled is false", "operatorEnabled=true"]),
+        (["--set", "jobKinds.train.npus=8"], ["/jobKinds/train", "npus"]),
         (["--set", "operatorProfile=gpu"], ["/operatorProfile", "nvidia"]),
         (["--set", "operatorResourceName=Ascend910"], ["/operatorResourceName"]),
     ],
