@@ -1,7 +1,7 @@
 """Queues of serving replicas under skewed traffic: the router's choice, round robin, and where a user's hash or the fewest requests say.
 
 A faithful simulation of queues with measured times: a real serving process answers requests of several widths and history lengths, first visits and second ones
-(the prompt of a known user is kept), and what it took is what the simulated replicas take. Each replica works on one request after the other. The choice is
+(the prompt of a known user is kept), and the processor time it took is what the simulated replicas take. Each replica works on one request after the other. The choice is
 the product's own code (``services/serving/replicas.py``), which sees what the router sees: body and work under way, not the time that a request will take.
 Traffic: a few users ask for much (Zipf), histories as long as KuaiRand's, some wide searches; the same arrivals for every policy. Queue: requests that wait or run, over time.
 
@@ -209,6 +209,13 @@ def routing(addresses: list[str], folder: Path) -> Iterator[str]:
         process.wait(40)
 
 
+def busy(replica: ServingProcess, user: str, width: int) -> float:
+    """Processor time of one recommendation: what a replica with a core of its own would take, whatever else this machine does."""
+    before = replica.cpu_seconds()
+    post(replica.url, {"user": user, "beam_width": width})
+    return replica.cpu_seconds() - before
+
+
 def measure_times(options: argparse.Namespace) -> tuple[Times, float, int]:
     """Times of a real process; what the router adds to a lone request, seconds; answers that differ between the router and its replicas."""
     items = [5, 50, 150] if options.quick else [5, 25, 75, 150, 300]
@@ -229,7 +236,7 @@ def measure_times(options: argparse.Namespace) -> tuple[Times, float, int]:
                 for run in range(runs):
                     user = f"m{width}-{count}-{run}"
                     shop.remember({user: history[run : run + count]})
-                    pairs.append((post(url, {"user": user, "beam_width": width})[0], post(url, {"user": user, "beam_width": width})[0]))
+                    pairs.append((busy(replicas[0], user, width), busy(replicas[0], user, width)))
                 first[width].append(statistics.median(pair[0] for pair in pairs))
                 again[width].append(statistics.median(pair[1] for pair in pairs))
         bodies = [{"history": list(history[start : start + 20]), "n": 10} for start in range(8)]
@@ -280,6 +287,10 @@ def main() -> int:
     if options.json:
         print(json.dumps({"benchmark": "service_balance", "commit": code_version(), "machine": machine(), "measures": measures}))
     else:
+        for width in WIDTHS:
+            print(
+                f"width {width}: ms of a first visit by items {dict(zip(times.items, (round(1e3 * each, 1) for each in times.first[width]), strict=True))}, again {[round(1e3 * each, 1) for each in times.again[width]]}"
+            )
         print(f"{options.replicas} replicas, {100 * options.utilisation:.0f} % busy with new prompts, {count} requests, median of {seeds} seeds")
         print(f"{'policy':<16}{'mean queue':>11}{'longest':>9}{'imbalance':>11}{'mean ms':>9}{'p99 ms':>9}{'kept':>7}")
         for name in outcomes:
