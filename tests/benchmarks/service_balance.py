@@ -3,7 +3,7 @@
 A faithful simulation of queues with measured times: a real serving process answers requests of several widths and history lengths, first visits and second ones
 (the prompt of a known user is kept), and the processor time it took is what the simulated replicas take. Each replica works on one request after the other. The choice is
 the product's own code (``services/serving/replicas.py``), which sees what the router sees: body and work under way, not the time that a request will take.
-Traffic: a few users ask for much (Zipf), histories as long as KuaiRand's, some wide searches; the same arrivals for every policy. Queue: requests that wait or run, over time.
+Traffic: a few users ask for much (Zipf), histories as long as KuaiRand's / 50, some wide searches; the same arrivals for every policy. Queue: requests that wait or run, over time.
 
     python tests/benchmarks/service_balance.py [--quick] [--json] [--replicas 16] [--utilisation 0.95] [--data FOLDER]
 
@@ -167,7 +167,7 @@ def traffic(count: int, replicas: int, utilisation: float, times: Times, data: P
     """Arrivals at a rate that keeps replicas busy for the given share of the time, if all prompts were new."""
     rng = np.random.default_rng(seed)
     users = 4000
-    lengths = kuairand_lengths(data, users, 100.0, times.items[-1], rng)
+    lengths = kuairand_lengths(data, users, 50.0, times.items[-1], rng)
     chances = 1 / np.arange(1, users + 1) ** 1.1
     who = rng.choice(users, count, p=chances / chances.sum())
     widths = rng.choice(WIDTHS, count, p=WIDTH_SHARES)
@@ -218,18 +218,18 @@ def busy(replica: ServingProcess, user: str, width: int) -> float:
 
 def measure_times(options: argparse.Namespace) -> tuple[Times, float, int]:
     """Times of a real process; what the router adds to a lone request, seconds; answers that differ between the router and its replicas."""
-    items = [5, 50, 150] if options.quick else [5, 25, 75, 150, 300]
+    items = [5, 100, 600] if options.quick else [5, 50, 150, 300, 600]
     runs = 3 if options.quick else 7
     with (
         tempfile.TemporaryDirectory() as name,
-        open_shop(Path(name), "64x2" if options.quick else "128x2", data=None, num_models=1) as shop,
+        open_shop(Path(name), "128x2" if options.quick else "256x4", data=None, num_models=1) as shop,
         ExitStack() as stack,
     ):
         replicas = [stack.enter_context(ServingProcess(shop.folder, shop.redis_url)) for _ in range(2)]
         url = replicas[0].url
         first: dict[int, list[float]] = {width: [] for width in WIDTHS}
         again: dict[int, list[float]] = {width: [] for width in WIDTHS}
-        history = shop.prompt_items(3 * max(items) + 10, 1)
+        history = shop.prompt_items(3 * (max(items) + runs), 1)
         for width in WIDTHS:
             for count in items:
                 pairs = []
