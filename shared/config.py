@@ -110,7 +110,9 @@ class Settings(BaseSettings):
     serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
     """Most memory in the broker for rankings that are kept for later pages; the oldest go first, bytes."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port on which a worker process shows its metrics on loopback; ``semantide up`` gives its workers this one and the next. 0: none."""
+    """Port on which a process shows its metrics without a key; ``semantide up`` gives its workers this one and the next. 0: none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; in a pod or container 0.0.0.0, so that a collector reaches it."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, http://host:4318. Empty: traces stay in the process, nothing leaves the machine."""
     log_level: str = "INFO"

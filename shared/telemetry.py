@@ -46,7 +46,7 @@ def start(process: str, settings: Settings) -> None:
     trace.set_tracer_provider(tracing)
     metrics.set_meter_provider(MeterProvider(resource=resource, metric_readers=[PrometheusMetricReader()]))
     if settings.metrics_port:
-        start_http_server(settings.metrics_port, addr="127.0.0.1")
+        start_http_server(settings.metrics_port, addr=settings.metrics_host)
     start_logs(process, settings.log_level)
 
 

@@ -21,7 +21,7 @@ from semantide.shared.contracts import ROOMS
 PROFILES = ("", "cpu", "nvidia", "ascend")
 VERSIONS = ("1.28", "1.33", "1.37")
 # What the chart sets itself.
-OWN_SETTINGS = {"data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port"}
+OWN_SETTINGS = {"data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port", "metrics_host"}
 Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
 Refuse = Callable[..., str]

@@ -1,0 +1,1 @@
+"""The Kubernetes operator: custom resources, gang placement of NPU pods, load balancing. Never loads torch."""

@@ -1,0 +1,351 @@
+"""A Docker engine of the tests' own: ``python tests/cluster/docker_engine.py run COMMAND...`` runs a command beside one.
+
+dockerd gets a data root and a socket below SEMANTIDE_CACHE (else ~/.cache/semantide), outside the repository, so that layers survive from run to run.
+Several users of one machine share it: whoever leaves last ends it and gives the packet filter back as it was found. Nothing is pulled; images that a registry
+would have are imported under the same names from Debian packages (``base_image``, ``redis_image``).
+
+Needs root and Debian; what is missing is installed from Debian's packages. Only the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+BASE_IMAGE = "python:3.11-slim-bookworm"
+REDIS_IMAGE = "redis:7"
+_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap"}
+_PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}  # plugin -> Debian 13's package of it
+_PLUGIN_SUITE = "trixie"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_START_SECONDS = 120
+
+# runc refuses what an unprivileged root may not do: a negative OOM score, limits above the hard ones. This goes before it and asks for less.
+_RUNC = """#!{python} -I
+import json, os, resource, sys
+arguments = sys.argv[1:]
+for flag in ("--bundle", "-b"):
+    if flag in arguments and "create" in arguments or flag in arguments and "run" in arguments:
+        path = os.path.join(arguments[arguments.index(flag) + 1], "config.json")
+        with open(path) as stream:
+            bundle = json.load(stream)
+        process = bundle["process"]
+        process["oomScoreAdj"] = max(0, process.get("oomScoreAdj") or 0)
+        for limit in process.get("rlimits") or []:
+            hard = resource.getrlimit(getattr(resource, limit["type"]))[1]
+            if hard != resource.RLIM_INFINITY:
+                limit["hard"] = min(limit["hard"], hard)
+                limit["soft"] = min(limit["soft"], limit["hard"])
+        with open(path, "w") as stream:
+            json.dump(bundle, stream)
+os.execv("{runc}", ["runc", *arguments])
+"""
+
+
+class EngineMissing(Exception):
+    """No engine can run here; the text says why."""
+
+
+def engine_folder() -> Path:
+    """Where the engine keeps everything."""
+    return Path(os.environ.get("SEMANTIDE_CACHE") or Path.home() / ".cache" / "semantide") / "docker"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine: talk to it with ``docker``, or with any program that gets ``environment``."""
+
+    folder: Path
+
+    @property
+    def socket(self) -> Path:
+        """Its socket."""
+        return self.folder / "docker.sock"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment, with the engine's address and the command-line plugins."""
+        own = {"DOCKER_HOST": f"unix://{self.socket}", "DOCKER_CONFIG": str(self.folder / "config"), "DOCKER_BUILDKIT": "1"}
+        return {**os.environ, **own}
+
+    def docker(self, *arguments: str, check: bool = True, timeout: float | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run ``docker ARGUMENTS``.
+
+        Raises: RuntimeError with its words where it fails and ``check`` is true.
+        """
+        environment = {**self.environment, **variables}
+        outcome = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, env=environment, timeout=timeout)
+        if check and outcome.returncode:
+            raise RuntimeError(f"docker {shlex.join(arguments)} ended with status {outcome.returncode}:\n{(outcome.stdout + outcome.stderr)[-6000:]}")
+        return outcome
+
+    def has_image(self, name: str) -> bool:
+        """Whether the image is here."""
+        return self.docker("image", "inspect", name, check=False).returncode == 0
+
+
+@contextmanager
+def engine() -> Iterator[Engine]:
+    """The engine, started where it does not run; ended when nobody uses it any more.
+
+    Raises: EngineMissing.
+    """
+    folder = engine_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "start.lock").open("w") as start, (folder / "users.lock").open("w") as users:
+        with _held(start):
+            fcntl.flock(users, fcntl.LOCK_SH)
+            running = Engine(folder)
+            if not _answers(running):
+                _install(folder)
+                _start(running)
+        try:
+            yield running
+        finally:
+            with _held(start):
+                # Others hold this lock shared as long as they use the engine.
+                try:
+                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    pass
+                else:
+                    _stop(running)
+
+
+@contextmanager
+def _held(lock: IO[str]) -> Iterator[None]:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _run(*command: str, **variables: str) -> str:
+    environment = {**os.environ, "PATH": _PATH, "DEBIAN_FRONTEND": "noninteractive", **variables}
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if outcome.returncode:
+        raise EngineMissing(f"{shlex.join(command)} ended with status {outcome.returncode}:\n{(outcome.stdout + outcome.stderr).strip()[-3000:]}")
+    return outcome.stdout
+
+
+def _install(folder: Path) -> None:
+    """Fetch what is missing: the engine from the machine's own packages, the plugins from Debian 13's."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not Path("/etc/debian_version").exists():
+        raise EngineMissing(f"the engine wants root on Debian, this is uid {os.geteuid()} on {platform.platform()}")
+    wanted = [package for program, package in _PACKAGES.items() if shutil.which(program, path=_PATH) is None]
+    if wanted:
+        _run("apt-get", "update", "--quiet")
+        # RUNLEVEL=1 keeps the package from starting an engine of its own.
+        _run("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *wanted, RUNLEVEL="1")
+    plugins = folder / "config" / "cli-plugins"
+    if absent := [package for plugin, package in _PLUGINS.items() if not (plugins / plugin).exists()]:
+        _fetch_plugins(folder, absent)
+
+
+def _mirror() -> str:
+    """Address of Debian's archive as this machine reads it."""
+    files = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
+    for file in (file for file in files if file.is_file()):
+        for line in file.read_text(errors="replace").splitlines():
+            fields = line.split()
+            if fields[:1] == ["URIs:"] or fields[:1] == ["deb"]:
+                address = next((field for field in fields if "://" in field), "")
+                if address.rstrip("/").endswith("/debian"):
+                    return address.rstrip("/")
+    raise EngineMissing("no line of Debian's archive was found below /etc/apt: the plugins of docker cannot be fetched")
+
+
+def _fetch_plugins(folder: Path, packages: list[str]) -> None:
+    apt = folder / "apt"
+    for name in ("lists/partial", "archives/partial"):
+        (apt / name).mkdir(parents=True, exist_ok=True)
+    keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    (apt / "sources.list").write_text(f"deb [signed-by={keys}] {_mirror()} {_PLUGIN_SUITE} main\n")
+    own = {
+        "Dir::Etc::SourceList": apt / "sources.list",
+        "Dir::Etc::SourceParts": "-",
+        "Dir::State::Lists": apt / "lists",
+        "Dir::Cache": apt,
+        "Dir::Cache::Archives": apt / "archives",
+    }
+    options = [f"--option={name}={value}" for name, value in own.items()] + ["--option=APT::Sandbox::User=root"]
+    _run("apt-get", *options, "update", "--quiet")
+    outcome = subprocess.run(["apt-get", *options, "download", "--quiet", *packages], cwd=apt, capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        raise EngineMissing(f"the packages {' '.join(packages)} could not be downloaded:\n{outcome.stderr.strip()[-2000:]}")
+    plugins = folder / "config" / "cli-plugins"
+    plugins.mkdir(parents=True, exist_ok=True)
+    for package in packages:
+        unpacked = apt / package
+        _run("dpkg-deb", "--extract", str(next(apt.glob(f"{package}_*.deb"))), str(unpacked))
+        program = next(path for path in unpacked.rglob(f"*{package}") if path.is_file() and os.access(path, os.X_OK))
+        shutil.copy2(program, plugins / package)
+    shutil.rmtree(apt)
+
+
+def _answers(running: Engine) -> bool:
+    return running.socket.exists() and shutil.which("docker") is not None and running.docker("version", check=False).returncode == 0
+
+
+def _start(running: Engine) -> None:
+    folder = running.folder
+    for leftover in ("docker.pid", "docker.sock"):
+        (folder / leftover).unlink(missing_ok=True)
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    wrapper, runc = programs / "runc", shutil.which("runc", path=_PATH)
+    if runc is None:
+        raise EngineMissing("runc is not installed: it comes with Debian's docker.io")
+    wrapper.write_text(_RUNC.format(python=sys.executable, runc=runc))
+    wrapper.chmod(0o755)
+    filters = {tool: _run(f"{tool}-save") for tool in ("iptables", "ip6tables") if shutil.which(f"{tool}-save", path=_PATH)}
+    forwarding = Path("/proc/sys/net/ipv4/ip_forward").read_text().strip()
+    if not (folder / "found.json").exists():  # an engine that was killed has given nothing back
+        (folder / "found.json").write_text(json.dumps({"filters": filters, "forwarding": forwarding}))
+    command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec"), "--pidfile", str(folder / "docker.pid")]
+    command += ["--host", f"unix://{running.socket}", "--group", "root", "--mtu", str(_mtu()), "--oom-score-adjust", "0"]
+    with (folder / "dockerd.log").open("ab") as log:
+        # The wrapper is the first runc on its path, for containers and for builds alike.
+        environment = {**os.environ, "PATH": f"{programs}:{_PATH}"}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment)
+    deadline = time.monotonic() + _START_SECONDS
+    while not _answers(running):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = (folder / "dockerd.log").read_text(errors="replace")[-3000:]
+            process.kill()
+            _give_back(folder)
+            raise EngineMissing(f"dockerd did not start (status {process.poll()}); the end of {folder}/dockerd.log:\n{tail}")
+        time.sleep(0.2)
+
+
+def _mtu() -> int:
+    """The smallest of this machine's links: larger packets of a container would be lost on the way out."""
+    sizes = [int((link / "mtu").read_text()) for link in Path("/sys/class/net").iterdir() if link.name.startswith(("e", "w"))]
+    return min([1500, *sizes])
+
+
+def _stop(running: Engine) -> None:
+    pid_file = running.folder / "docker.pid"
+    if not pid_file.exists():
+        return
+    pid = int(pid_file.read_text())
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() != "dockerd":
+            raise ProcessLookupError
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                break
+            time.sleep(0.1)
+    except (ProcessLookupError, FileNotFoundError):
+        pass
+    _give_back(running.folder)
+
+
+def _give_back(folder: Path) -> None:
+    """The packet filter, forwarding and bridges as they were found."""
+    found_file = folder / "found.json"
+    if not found_file.exists():
+        return
+    found = json.loads(found_file.read_text())
+    for tool, rules in found["filters"].items():
+        subprocess.run([f"{tool}-restore"], input=rules, text=True, check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
+    Path("/proc/sys/net/ipv4/ip_forward").write_text(found["forwarding"])
+    if shutil.which("ip", path=_PATH):
+        subprocess.run(["ip", "link", "delete", "docker0"], check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
+    found_file.unlink()
+
+
+def base_image(running: Engine, name: str = BASE_IMAGE) -> str:
+    """An image of Debian 12 with Python 3.11 and this machine's certificates under the name of the one that a registry has; its name."""
+    if not running.has_image(name):
+        _import(running, name, "python3,python3-venv,ca-certificates")
+    return name
+
+
+def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
+    """Debian's redis-server under the name of the official image; its name."""
+    if not running.has_image(name):
+        # User and folder as in the official image.
+        commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
+        _import(running, name, "redis-server,passwd", *commands, user="redis")
+    return name
+
+
+def _import(running: Engine, name: str, packages: str, *commands: str, user: str = "") -> None:
+    root = running.folder / "root"
+    archive = running.folder / "root.tar"
+    shutil.rmtree(root, ignore_errors=True)
+    try:
+        _run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root), _mirror())
+        for command in commands:
+            _run("chroot", str(root), "sh", "-c", command)
+        _trim(root)
+        bundle = os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
+        if (root / "etc/ssl/certs").is_dir() and Path(bundle).exists():
+            shutil.copyfile(bundle, root / "etc/ssl/certs/ca-certificates.crt")
+        if (root / "usr/bin/python3").exists():
+            (root / "usr/bin/python").symlink_to("python3")
+        _run("tar", "--create", "--file", str(archive), "--directory", str(root), "--numeric-owner", ".")
+        changes = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8"]
+        if (root / "usr/bin/python3").exists():
+            # pip brings certificates of its own and would not look at the machine's.
+            changes += ["ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", "ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]']
+        changes += [f"USER {user}"] if user else []
+        running.docker("import", *(option for change in changes for option in ("--change", change)), str(archive), name)
+    finally:
+        archive.unlink(missing_ok=True)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _trim(root: Path) -> None:
+    """Leave out what a slim image leaves out."""
+    for pattern in (
+        "var/cache/apt/archives/*.deb",
+        "var/lib/apt/lists/*",
+        "usr/share/doc/*",
+        "usr/share/man/*",
+        "usr/share/info/*",
+        "usr/share/locale/*",
+        "var/log/*.log",
+    ):
+        for path in root.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command beside the engine; its exit status."""
+    parser = argparse.ArgumentParser(prog="docker_engine.py", description=__doc__.partition("\n")[0] if __doc__ else "")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run", help="start the engine, import the base images, run a command with DOCKER_HOST set")
+    run.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    try:
+        with engine() as running:
+            base_image(running)
+            redis_image(running)
+            return subprocess.run(options.command or [os.environ.get("SHELL", "sh")], env=running.environment, check=False).returncode
+    except EngineMissing as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
