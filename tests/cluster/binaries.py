@@ -92,7 +92,9 @@ def binaries() -> Path:
 
 def _mirror() -> str:
     """The machine's own mirror of Debian, as apt names it."""
-    outcome = subprocess.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(ORIGIN) $(SITE) $(REPO_URI)"], capture_output=True, text=True, check=False)
+    outcome = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(CREATED_BY) $(ORIGIN) $(SITE) $(REPO_URI)"], capture_output=True, text=True, check=False
+    )
     for line in outcome.stdout.splitlines():
         kind, origin, _, address = (line.split(" ") + [""] * 4)[:4]
         if kind == "Packages" and origin == "Debian" and "security" not in address:

@@ -1,7 +1,7 @@
 """The cluster's names, answered from its endpoints: every service as if it were headless, since no proxy turns a cluster address into a pod's.
 
-    shop-redis.shop.svc.cluster.local          all ready addresses
-    rank-0.job.shop.svc.cluster.local          the pod with that hostname
+shop-redis.shop.svc.cluster.local          all ready addresses
+rank-0.job.shop.svc.cluster.local          the pod with that hostname
 """
 
 from __future__ import annotations

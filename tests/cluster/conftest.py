@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from .api import Api
+from . import docker_engine
+from .api import Api, until
 from .binaries import BinariesMissing, binaries, kept, obstacle
-from .control_plane import ControlPlane
+from .cluster_dns import ClusterDns
+from .control_plane import NODES, ControlPlane
+from .docker_engine import Engine, EngineMissing
+from .kubelet import KernelSettings, Kubelet, bridge_address
 
 
 @pytest.fixture(scope="session")
@@ -41,12 +46,62 @@ def api(plane: ControlPlane) -> Iterator[Api]:
     client.close()
 
 
-@pytest.fixture
-def namespace(api: Api) -> Iterator[str]:
-    """A namespace of the test's own, with the account that pods run as."""
-    from .api import until
-
+@contextmanager
+def _namespace(api: Api) -> Iterator[str]:
     name = api.create("namespaces", {"metadata": {"generateName": "test-"}})["metadata"]["name"]
     until(lambda: api.find("serviceaccounts", "default", name), f"the default service account of {name}")
     yield name
     api.delete("namespaces", name)
+
+
+@pytest.fixture
+def namespace(api: Api) -> Iterator[str]:
+    """A namespace of the test's own, with the account that pods run as."""
+    with _namespace(api) as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """The tests' own Docker engine. Where none can run: a failure in CI on Debian as root, a skip that says why elsewhere."""
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(docker_engine.engine())
+            docker_engine.base_image(running)
+        except EngineMissing as error:
+            if os.environ.get("CI", "").lower() == "true" and os.geteuid() == 0:
+                raise
+            pytest.skip(f"PODS ARE NOT RUN: {error}")
+        yield running
+
+
+@pytest.fixture(scope="session")
+def real_plane(servers: Path, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane whose nodes are real, and count as lost soon."""
+    with ControlPlane(tmp_path_factory.mktemp("real"), servers, grace_seconds=8) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def nodes(real_plane: ControlPlane, engine: Engine) -> Iterator[dict[str, Kubelet]]:
+    """Two nodes that run pods, and the names of the cluster."""
+    with ExitStack() as stack:
+        stack.enter_context(KernelSettings())
+        stack.enter_context(ClusterDns(real_plane.kubeconfig, bridge_address(engine)))
+        yield {name: stack.enter_context(Kubelet(name, real_plane, engine, {})) for name in NODES}
+
+
+@pytest.fixture(scope="session")
+def real_api(real_plane: ControlPlane) -> Iterator[Api]:
+    """An administrator of the control plane with real nodes."""
+    client = Api(real_plane.kubeconfig)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def real_namespace(real_api: Api, nodes: dict[str, Kubelet]) -> Iterator[str]:
+    """A namespace of the test's own, whose pods are gone when it ends."""
+    with _namespace(real_api) as name:
+        yield name
+    until(lambda: not real_api.list("pods", name), f"the pods of {name} are gone")

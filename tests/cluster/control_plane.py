@@ -87,7 +87,11 @@ class ControlPlane:
         self._authority()
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "controller-manager", "scheduler", *NODES)}
         groups = {"admin": "system:masters", **{name: "system:nodes" for name in NODES}}
-        users = {"controller-manager": "system:kube-controller-manager", "scheduler": "system:kube-scheduler", **{name: f"system:node:{name}" for name in NODES}}
+        users = {
+            "controller-manager": "system:kube-controller-manager",
+            "scheduler": "system:kube-scheduler",
+            **{name: f"system:node:{name}" for name in NODES},
+        }
         (self.folder / "tokens.csv").write_text(
             "".join(f"{token},{users.get(name, name)},{name},{groups.get(name, 'system:authenticated')}\n" for name, token in self._tokens.items())
         )

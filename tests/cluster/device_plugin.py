@@ -65,12 +65,11 @@ class DevicePlugin:
 
     def _list_and_watch(self, request: bytes, context: Any) -> Iterator[bytes]:
         told: list[bool] = []
-        while True:
+        while not self._ended and context.is_active():
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or told != self._healthy or not context.is_active(), timeout=1)
-                if self._ended or not context.is_active():
-                    return
                 if told == self._healthy:
+                    # Woken at a change, and now and then to see whether anybody still listens.
+                    self._changed.wait(timeout=1)
                     continue
                 told = list(self._healthy)
             yield b"".join(_part(1, _text(1, str(npu)) + _text(2, "Healthy" if good else "Unhealthy")) for npu, good in enumerate(told))

@@ -58,7 +58,14 @@ class SimulatedNodes:
 
     def ready(self, name: str, is_ready: bool) -> None:
         """Say that a node works, or that it does not answer any more."""
-        said = {"type": "Ready", "status": "True" if is_ready else "Unknown", "reason": "Played", "message": "", "lastHeartbeatTime": now(), "lastTransitionTime": now()}
+        said = {
+            "type": "Ready",
+            "status": "True" if is_ready else "Unknown",
+            "reason": "Played",
+            "message": "",
+            "lastHeartbeatTime": now(),
+            "lastTransitionTime": now(),
+        }
         self._api.patch("nodes", name, {"status": {"conditions": [said]}}, status=True)
 
     def lose(self, name: str) -> None:

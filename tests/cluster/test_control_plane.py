@@ -23,7 +23,9 @@ def test_the_scheduler_gives_npus_to_pods_and_no_more_than_there_are(plane: Cont
         nodes.add("eight", {_RESOURCE: "8"})
         for name in ("first", "second", "third"):
             api.create("pods", _pod(name, 4), namespace)
-        running = until(lambda: [pod for pod in api.list("pods", namespace) if pod["status"]["phase"] == "Running"][1:] and api.list("pods", namespace), "two run")
+        running = until(
+            lambda: [pod for pod in api.list("pods", namespace) if pod["status"]["phase"] == "Running"][1:] and api.list("pods", namespace), "two run"
+        )
         waiting = [pod for pod in running if pod["status"]["phase"] == "Pending"]
         assert len(waiting) == 1 and {pod["spec"].get("nodeName") for pod in running if pod not in waiting} == {"eight"}
         # What ends makes room.
