@@ -48,12 +48,13 @@ def _door(room: str, door: str) -> ModuleType | None:
 
 def serve(names: list[str], settings: Settings) -> None:
     """Run the APIs of some rooms on one port."""
-    from semantide.shared import operations_api
+    from semantide.shared import operations_api, stack_meters
     from semantide.shared.http import Server, build_app
 
     telemetry.start("api" if len(names) > 1 else f"{names[0]}-api", settings)
     Queues.trace()
     rooms = [open_room(name, settings) for name in names]
+    stack_meters.observe(rooms[0])
     routers, ready, start = [operations_api.build(rooms[0])], [], []
     for room in rooms:
         door = _door(room.name, "api")

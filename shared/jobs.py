@@ -30,6 +30,7 @@ from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, current_trace, logger
 
 _INDEX = "semantide:jobs"
+_ENDED = "semantide:jobs:ended"  # hash "room/state" -> count
 _METRICS_KEPT = 20_000
 METRICS_SECONDS = 30 * 86400  # live metrics of a job that has ended; a model keeps its own curve
 _RECORDS_PER_LOOK = 200
@@ -45,6 +46,11 @@ def now_ms() -> int:
 def open_jobs_key(room: str) -> str:
     """The Redis set of a room's jobs that have not ended."""
     return f"semantide:jobs:open:{room}"
+
+
+def ended_jobs(client: Any) -> dict[tuple[str, str], int]:
+    """How many jobs ever ended, by room and state."""
+    return {(room, state): int(count) for (room, _, state), count in ((key.decode().partition("/"), count) for key, count in client.hgetall(_ENDED).items())}
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,7 @@ class Jobs:
         pipe = self._redis.pipeline()
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
         pipe.srem(open_jobs_key(record.spec.room), record.id)
+        pipe.hincrby(_ENDED, f"{record.spec.room}/{state}", 1)
         pipe.expire(self._metrics_key(record.id), METRICS_SECONDS)
         pipe.execute()
 

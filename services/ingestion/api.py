@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from opentelemetry.metrics import CallbackOptions, Observation
 from pydantic import BaseModel, ConfigDict, Field
 
 from semantide.services.ingestion.eventlog import EventLog
@@ -33,7 +34,7 @@ from semantide.shared.history import Histories
 from semantide.shared.http import APIRouter, HTTPException, JSONResponse, PathParameter, Request, Response, StreamingResponse, run_in_threadpool
 from semantide.shared.jobs import Jobs, now_ms
 from semantide.shared.room import Room
-from semantide.shared.telemetry import logger
+from semantide.shared.telemetry import logger, meter
 
 _LOG = logger("ingestion")
 _FSYNC_MS = 5000
@@ -189,6 +190,17 @@ def ready(room: Room) -> tuple[bool, str]:
     except (TransientError, broker_door.RedisError) as error:
         return False, f"ingestion: {error}"
     return True, ""
+
+
+def start(room: Room) -> Callable[[], None]:
+    """Begin to show what waits for the log; what is returned ends nothing."""
+
+    def backlog(_: CallbackOptions) -> Iterable[Observation]:
+        with suppress(broker_door.RedisError):
+            yield Observation(int(room.broker.xlen(STREAM)))
+
+    meter("ingestion").create_observable_gauge("semantide_backlog_batches", [backlog], description="Accepted batches that wait for the event log")
+    return lambda: None
 
 
 def build(room: Room) -> APIRouter:

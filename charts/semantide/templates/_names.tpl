@@ -46,3 +46,44 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "semantide.dataClaim" -}}
 {{ .Values.dataExistingClaim | default (printf "%s-data" (include "semantide.name" .)) }}
 {{- end -}}
+
+{{/* Name of one worker: arguments root, room. */}}
+{{- define "semantide.workerName" -}}
+{{ include "semantide.name" .root }}-worker-{{ .room }}
+{{- end -}}
+
+{{/* All processes that are on, as JSON: {"processes": [{name, component, values, http}]}. */}}
+{{- define "semantide.processes" -}}
+{{- $root := . -}}
+{{- $found := list -}}
+{{- range $key, $process := .Values.apis -}}
+{{- if kindIs "map" $process -}}
+{{- $found = append $found (dict "name" (include "semantide.apiName" (dict "root" $root "key" $key)) "component" (printf "api-%s" $key) "room" $key "values" $process "http" true) -}}
+{{- end -}}
+{{- end -}}
+{{- range $room, $process := .Values.workers -}}
+{{- if kindIs "map" $process -}}
+{{- $found = append $found (dict "name" (include "semantide.workerName" (dict "root" $root "room" $room)) "component" (printf "worker-%s" $room) "room" $room "values" $process "http" false) -}}
+{{- end -}}
+{{- end -}}
+{{- dict "processes" $found | toJson -}}
+{{- end -}}
+
+{{/* The rule by which a collector reaches the metrics. */}}
+{{- define "semantide.metricsIngress" -}}
+{{- if .Values.metricsEnabled }}
+- ports:
+    - port: metrics
+  {{- with .Values.metricsNamespaces }}
+  from:
+    - podSelector: {}
+    {{- range $namespace, $on := . }}
+    {{- if $on }}
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: {{ $namespace }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- end -}}

@@ -23,6 +23,29 @@ capabilities:
 {{- with $names }}imagePullSecrets: {{ toJson . }}{{ end -}}
 {{- end -}}
 
+{{/* Where the API keys are, and where the broker's address is. */}}
+{{- define "semantide.apiKeys" -}}
+secretKeyRef:
+  {{- if .Values.apiKeysSecret }}
+  name: {{ .Values.apiKeysSecret }}
+  key: {{ .Values.apiKeysSecretKey }}
+  {{- else }}
+  name: {{ include "semantide.secretName" . }}
+  key: api-keys
+  {{- end }}
+{{- end -}}
+
+{{- define "semantide.redisUrl" -}}
+secretKeyRef:
+  {{- if .Values.redisEnabled }}
+  name: {{ include "semantide.secretName" . }}
+  key: redis-url
+  {{- else }}
+  name: {{ .Values.redisUrlSecret }}
+  key: {{ .Values.redisUrlSecretKey }}
+  {{- end }}
+{{- end -}}
+
 {{/* A start may take 60 x 5 s: time to load a large model. */}}
 {{- define "semantide.probes" -}}
 {{- if .http }}
@@ -55,12 +78,85 @@ livenessProbe:
 {{- end }}
 {{- end -}}
 
+{{/* A volume of one node is mounted there alone: without this, pods elsewhere would wait for it without end. */}}
+{{- define "semantide.dataAffinity" -}}
+podAffinity:
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - topologyKey: kubernetes.io/hostname
+      labelSelector:
+        matchLabels:
+          semantide.io/data: {{ include "semantide.dataClaim" . }}
+{{- end -}}
+
+{{- define "semantide.environmentFrom" -}}
+- configMapRef:
+    name: {{ include "semantide.name" . }}-settings
+{{- with .Values.environmentSecret }}
+- secretRef:
+    name: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "semantide.volumes" -}}
+- name: data
+  persistentVolumeClaim:
+    claimName: {{ include "semantide.dataClaim" . }}
+- name: tmp
+  emptyDir: {}
+{{- end -}}
+
+{{- define "semantide.volumeMounts" -}}
+- name: data
+  mountPath: /data
+- name: tmp
+  mountPath: /tmp
+{{- end -}}
+
+{{/* What every pod of an NPUJob or NPUService gets, as JSON in the form of their field `template`: the same surroundings as a process of the release. */}}
+{{- define "semantide.jobTemplate" -}}
+labels:
+  semantide.io/data: {{ include "semantide.dataClaim" . }}
+serviceAccountName: {{ include "semantide.serviceAccountName" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+imagePullPolicy: {{ .Values.imagePullPolicy }}
+{{- with include "semantide.pullSecrets" . }}
+{{ . }}
+{{- end }}
+securityContext:
+  {{- include "semantide.podSecurity" . | nindent 2 }}
+containerSecurityContext:
+  {{- include "semantide.containerSecurity" . | nindent 2 }}
+{{- if eq .Values.dataAccessMode "ReadWriteOnce" }}
+affinity:
+  {{- include "semantide.dataAffinity" . | nindent 2 }}
+{{- end }}
+envFrom:
+  {{- include "semantide.environmentFrom" . | nindent 2 }}
+env:
+  - name: SEMANTIDE_REDIS_URL
+    valueFrom:
+      {{- include "semantide.redisUrl" . | nindent 6 }}
+  - name: SEMANTIDE_API_KEYS
+    valueFrom:
+      {{- include "semantide.apiKeys" . | nindent 6 }}
+  - name: SEMANTIDE_METRICS_HOST
+    value: 0.0.0.0
+volumes:
+  {{- include "semantide.volumes" . | nindent 2 }}
+volumeMounts:
+  {{- include "semantide.volumeMounts" . | nindent 2 }}
+{{- end -}}
+
 {{/* The pod of one process: arguments root, process (its values), component, command (list), http (whether it serves HTTP). */}}
 {{- define "semantide.pod" -}}
 metadata:
   labels:
     {{- include "semantide.selector" . | nindent 4 }}
     semantide.io/data: {{ include "semantide.dataClaim" .root }}
+    {{- if .root.Values.metricsEnabled }}
+    semantide.io/metrics: shown
+    {{- end }}
   annotations:
     checksum/settings: {{ include (print .root.Template.BasePath "/settings.yaml") .root | sha256sum }}
     {{- with .process.podAnnotations }}
@@ -96,14 +192,17 @@ spec:
     {{- end }}
   {{- end }}
   {{- if eq .root.Values.dataAccessMode "ReadWriteOnce" }}
-  {{- /* Such a volume is mounted on one node: without this, pods elsewhere would wait for it without end. */}}
   affinity:
-    podAffinity:
-      requiredDuringSchedulingIgnoredDuringExecution:
-        - topologyKey: kubernetes.io/hostname
-          labelSelector:
-            matchLabels:
-              semantide.io/data: {{ include "semantide.dataClaim" .root }}
+    {{- include "semantide.dataAffinity" .root | nindent 4 }}
+  {{- else }}
+  {{- /* One node that is lost should not take all replicas of a process. */}}
+  topologySpreadConstraints:
+    - topologyKey: kubernetes.io/hostname
+      maxSkew: 1
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "semantide.selector" . | nindent 10 }}
   {{- end }}
   containers:
     - name: {{ ternary "api" "worker" .http }}
@@ -111,44 +210,42 @@ spec:
       imagePullPolicy: {{ .root.Values.imagePullPolicy }}
       command: {{ toJson .command }}
       envFrom:
-        - configMapRef:
-            name: {{ include "semantide.name" .root }}-settings
-        {{- with .root.Values.environmentSecret }}
-        - secretRef:
-            name: {{ . }}
-        {{- end }}
+        {{- include "semantide.environmentFrom" .root | nindent 8 }}
       env:
         - name: SEMANTIDE_REDIS_URL
           valueFrom:
-            secretKeyRef:
-              {{- if .root.Values.redisEnabled }}
-              name: {{ include "semantide.secretName" .root }}
-              key: redis-url
-              {{- else }}
-              name: {{ .root.Values.redisUrlSecret }}
-              key: {{ .root.Values.redisUrlSecretKey }}
-              {{- end }}
+            {{- include "semantide.redisUrl" .root | nindent 12 }}
         {{- if .http }}
         - name: SEMANTIDE_API_KEYS
           valueFrom:
-            secretKeyRef:
-              {{- if .root.Values.apiKeysSecret }}
-              name: {{ .root.Values.apiKeysSecret }}
-              key: {{ .root.Values.apiKeysSecretKey }}
-              {{- else }}
-              name: {{ include "semantide.secretName" .root }}
-              key: api-keys
-              {{- end }}
-        {{- else }}
+            {{- include "semantide.apiKeys" .root | nindent 12 }}
+        {{- end }}
+        {{- if or (not .http) .root.Values.metricsEnabled }}
         - name: SEMANTIDE_METRICS_PORT
           value: "9100"
         {{- end }}
+        {{- if .root.Values.metricsEnabled }}
+        - name: SEMANTIDE_METRICS_HOST
+          value: 0.0.0.0
+        {{- end }}
         - name: OMP_NUM_THREADS
           value: {{ .process.threads | default 1 | toJson | quote }}
-      {{- if .http }}
+        {{- range $name, $value := .process.environment }}
+        - name: {{ $name }}
+          value: {{ $value | quote }}
+        {{- end }}
+      {{- if or .http .root.Values.metricsEnabled }}
       ports:
+        {{- if .http }}
         - name: http
           containerPort: 8000
+        {{- end }}
+        {{- if .root.Values.metricsEnabled }}
+        - name: metrics
+          containerPort: 9100
+        {{- end }}
+      {{- end }}
+      {{- if .http }}
       lifecycle:
         # The Service learns of the end first; requests that still come in are answered.
         preStop:
@@ -164,14 +261,7 @@ spec:
         requests: {{ merge (dict) $accelerators ($resources.requests | default dict) | toJson }}
         limits: {{ merge (dict) $accelerators ($resources.limits | default dict) | toJson }}
       volumeMounts:
-        - name: data
-          mountPath: /data
-        - name: tmp
-          mountPath: /tmp
+        {{- include "semantide.volumeMounts" .root | nindent 8 }}
   volumes:
-    - name: data
-      persistentVolumeClaim:
-        claimName: {{ include "semantide.dataClaim" .root }}
-    - name: tmp
-      emptyDir: {}
+    {{- include "semantide.volumes" .root | nindent 4 }}
 {{- end -}}

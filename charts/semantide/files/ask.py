@@ -1,0 +1,39 @@
+"""Asks one API of the release for a recommendation, as `helm test` runs it: the address is the argument, the key is in the environment."""
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+
+ADDRESS, KEY = sys.argv[1], os.environ["SEMANTIDE_API_KEYS"].split(",")[0].strip()
+
+
+def call(path, body=None, patience=60.0):
+    deadline = time.monotonic() + patience
+    while True:
+        request = urllib.request.Request(ADDRESS + path, headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, None if body is None else json.dumps(body).encode(), timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            problem = f"{path} answered {error.code}: {error.read().decode(errors='replace')[:500]}"
+            if error.code != 503:
+                sys.exit(problem)
+        except OSError as error:
+            problem = f"{path} does not answer: {error}"
+        if time.monotonic() > deadline:
+            sys.exit(problem)
+        time.sleep(1)
+
+
+call("/readyz")
+live = call("/v1/serving/live")
+if not (live.get("model") or live.get("retriever")):
+    print("ready; no model is live yet, so there is nothing to recommend: train and promote one, then run `helm test` again")
+    sys.exit()
+answer = call("/v1/recommendations", {"user": "helm-test", "n": 3})
+if not answer["items"]:
+    sys.exit(f"{live.get('model')} is live and recommended nothing: {answer.get('short_reason')}")
+print(f"{live.get('model')} recommends", ", ".join(str(item["item"]) for item in answer["items"]))
