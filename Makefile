@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := kernels shared services operators
 
-.PHONY: help install native demo test test-all check format types bench up down clean
+.PHONY: help install native demo test test-all test-cluster check format types bench up down clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -39,7 +39,11 @@ test: native  ## The tests (a few minutes)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: native  ## The tests, slow ones too
-	$(BIN)/python -m pytest -n auto --dist loadfile -m ''
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster'
+
+test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more)
+	$(BIN)/python tests/cluster/binaries.py
+	$(BIN)/python -m pytest -m cluster --timeout 1800 -rs tests/cluster tests/operators
 
 check: install  ## ruff, mypy, import-linter, chart lint
 	$(BIN)/ruff check .
