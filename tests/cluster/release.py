@@ -88,11 +88,20 @@ def chart_without(chart: Path, folder: Path, template: str, field: str) -> Path:
     return copy
 
 
-def packed(archive: Path, folder: Path) -> Path:
+def unpacked(archive: Path, folder: Path) -> Path:
     """The folder of a packed chart."""
     with tarfile.open(archive) as stream:
         stream.extractall(folder, filter="data")
     return folder / "semantide"
+
+
+def unbound(chart: Path, folder: Path) -> Path:
+    """A copy of the chart that an old control plane may install: the one of these tests is older than what the chart asks for."""
+    copy = folder / f"{chart.parent.name}-{chart.name}-unbound"
+    shutil.copytree(chart, copy)
+    path = copy / "Chart.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith("kubeVersion:")))
+    return copy
 
 
 def apply(api: Api, kubeconfig: Path, namespace: str, kinds: tuple[str, ...], *options: str) -> None:
