@@ -15,7 +15,7 @@ from .binaries import BinariesMissing, binaries, kept, obstacle
 from .cluster_dns import ClusterDns
 from .control_plane import NODES, ControlPlane
 from .docker_engine import Engine, EngineMissing
-from .kubelet import KernelSettings, Kubelet, bridge_address
+from .kubelet import KernelSettings, Kubelet, api_service, bridge_address
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +78,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def real_plane(servers: Path, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane whose nodes are real, and count as lost soon."""
-    with ControlPlane(tmp_path_factory.mktemp("real"), servers, grace_seconds=8) as running:
+    with ControlPlane(tmp_path_factory.mktemp("real"), servers, grace_seconds=8, host=bridge_address(engine)) as running:
         yield running
 
 
@@ -87,6 +87,7 @@ def nodes(real_plane: ControlPlane, engine: Engine) -> Iterator[dict[str, Kubele
     """Two nodes that run pods, and the names of the cluster."""
     with ExitStack() as stack:
         stack.enter_context(KernelSettings())
+        stack.enter_context(api_service(real_plane))
         stack.enter_context(ClusterDns(real_plane.kubeconfig, bridge_address(engine)))
         yield {name: stack.enter_context(Kubelet(name, real_plane, engine, {})) for name in NODES}
 

@@ -30,6 +30,8 @@ from .api import Api, until
 
 _START_SECONDS = 180.0
 _NOT_RUN = ("horizontalpodautoscaling", "nodeipam", "route", "service", "attachdetach", "ttl", "bootstrapsigner", "tokencleaner", "csrsigning", "csrapproving")
+API_SERVICE_ADDRESS = "10.0.0.1"
+"""Where pods are told that the API server is."""
 NODES = ("node-a", "node-b")
 """The nodes that may join with a kubelet."""
 
@@ -74,16 +76,17 @@ class Server:
 
 @dataclass
 class ControlPlane:
-    """``grace_seconds`` is how long a node may be silent before it counts as lost; long where nodes are played."""
+    """``grace_seconds`` is how long a node may be silent before it counts as lost, long where nodes are played; ``host`` is where the API server listens."""
 
     folder: Path
     binaries: Path
     grace_seconds: int = 3600
+    host: str = "127.0.0.1"
     servers: list[Server] = field(default_factory=list)
 
     def __enter__(self) -> ControlPlane:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._etcd, peer, self._port, manager, scheduler = free_ports(5)
+        self._etcd, peer, self.port, manager, scheduler = free_ports(5)
         self._authority()
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "controller-manager", "scheduler", *NODES)}
         groups = {"admin": "system:masters", **{name: "system:nodes" for name in NODES}}
@@ -109,7 +112,7 @@ class ControlPlane:
     @property
     def address(self) -> str:
         """Where the API server listens."""
-        return f"https://127.0.0.1:{self._port}"
+        return f"https://{self.host}:{self.port}"
 
     def stop(self) -> None:
         """End every process, the last one first."""
@@ -193,16 +196,16 @@ class ControlPlane:
     def _api_server_options(self) -> list[str]:
         return [
             f"--etcd-servers=http://127.0.0.1:{self._etcd}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
+            f"--bind-address={self.host}",
+            f"--advertise-address={self.host}",
             "--endpoint-reconciler-type=none",
-            f"--secure-port={self._port}",
+            f"--secure-port={self.port}",
             "--insecure-port=0",
             f"--tls-cert-file={self.folder / 'server.crt'}",
             f"--tls-private-key-file={self.folder / 'server.key'}",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=Node,RBAC",
-            "--service-cluster-ip-range=10.0.0.0/20",
+            f"--service-cluster-ip-range={API_SERVICE_ADDRESS}/20",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={self.folder / 'account.key'}",
             f"--service-account-signing-key-file={self.folder / 'account.key'}",
@@ -227,7 +230,7 @@ class ControlPlane:
         make = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
         _openssl(self.folder, [*make, "-x509", "-days", "3650", "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test-authority"])
         _openssl(self.folder, [*make, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=kube-apiserver"])
-        (self.folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:kubernetes.default.svc\nextendedKeyUsage=serverAuth\n")
+        (self.folder / "names").write_text(f"subjectAltName=IP:{self.host},IP:{API_SERVICE_ADDRESS},DNS:kubernetes.default.svc\nextendedKeyUsage=serverAuth\n")
         sign = ["openssl", "x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "3650"]
         _openssl(self.folder, [*sign, "-extfile", "names", "-out", "server.crt"])
         _openssl(self.folder, ["openssl", "genrsa", "-out", "account.key", "2048"])

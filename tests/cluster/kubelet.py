@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .api import Api, Object, until
-from .control_plane import ControlPlane, Server, free_ports
+from .control_plane import API_SERVICE_ADDRESS, ControlPlane, Server, free_ports
 from .device_plugin import PLUGIN_FOLDER
 from .docker_engine import Engine, base_image
 from .node_engine import NODE_LABEL, NodeEngine
 
 PAUSE_IMAGE = "semantide-test/pause:1"
+_SYSTEM = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 _KERNEL = ("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops", "kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes")
 
 
@@ -35,6 +37,18 @@ def pause_image(engine: Engine) -> None:
         command = ["docker", "build", "--quiet", "--tag", PAUSE_IMAGE, "-"]
         text = f'FROM {base_image(engine)}\nSTOPSIGNAL SIGKILL\nENTRYPOINT ["sleep", "infinity"]\n'
         subprocess.run(command, input=text, text=True, check=True, capture_output=True, env=engine.environment)
+
+
+@contextmanager
+def api_service(plane: ControlPlane) -> Iterator[None]:
+    """Pods reach the API server at its service's address: the one service address that this cluster, which has no proxy, translates."""
+    rule = ["PREROUTING", "--destination", API_SERVICE_ADDRESS, "--protocol", "tcp", "--dport", "443", "--jump", "DNAT"]
+    rule += ["--to-destination", f"{plane.host}:{plane.port}"]
+    subprocess.run(["iptables", "--table", "nat", "--append", *rule], check=True, env=_SYSTEM)
+    try:
+        yield
+    finally:
+        subprocess.run(["iptables", "--table", "nat", "--delete", *rule], check=False, env=_SYSTEM)
 
 
 class KernelSettings:
