@@ -15,7 +15,11 @@ from .binaries import BinariesMissing, binaries, kept, obstacle
 from .cluster_dns import ClusterDns
 from .control_plane import NODES, ControlPlane
 from .docker_engine import Engine, EngineMissing
+from .job_play import RESOURCE, Fates
 from .kubelet import KernelSettings, Kubelet, api_service, bridge_address
+from .operator_process import OperatorProcess
+from .release import apply, served
+from .simulated_nodes import SimulatedNodes
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +63,28 @@ def namespace(api: Api) -> Iterator[str]:
     """A namespace of the test's own, with the account that pods run as."""
     with _namespace(api) as name:
         yield name
+
+
+@pytest.fixture
+def operator(plane: ControlPlane, api: Api, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """The operator with the chart's custom resources and no more rights than the chart gives it."""
+    kinds = ("CustomResourceDefinition", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+    apply(api, plane.kubeconfig, namespace, kinds)
+    until(lambda: served(api), "the custom resources are served")
+    account = next(one["metadata"]["name"] for one in api.list("serviceaccounts", namespace) if "operator" in one["metadata"]["name"])
+    credentials = plane.account_kubeconfig(account, namespace)
+    with OperatorProcess(credentials, tmp_path / "operator", namespace=namespace, own_namespace=namespace) as running:
+        yield running
+
+
+@pytest.fixture
+def played(plane: ControlPlane) -> Iterator[SimulatedNodes]:
+    """Twelve nodes with 8 NPUs each, four to a super-pod, whose pods do what their job's name says."""
+    with SimulatedNodes(plane.kubeconfig, Fates()) as nodes:
+        for number in range(12):
+            labels = {"accelerator": "huawei-Ascend910", "accelerator-type": "module-910b-8", "huawei.com/topotree.superpodid": str(number // 4)}
+            nodes.add(f"played-{number:02}", {RESOURCE: "8"}, labels)
+        yield nodes
 
 
 @pytest.fixture(scope="session")

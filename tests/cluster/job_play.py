@@ -36,7 +36,7 @@ class Fates:
         name, attempt = labels.get(JOB, ""), int(labels.get(ATTEMPT, "0"))
         with self._lock:
             first = self._first.setdefault(name, attempt)
-        if name.startswith("late"):
+        if name.startswith(("late", "stay")) or not name:
             return Fate(exit_code=None)
         if name.startswith("bad") or (name.startswith("flaky") and attempt == first):
             # One rank fails; the others would wait for it for ever.

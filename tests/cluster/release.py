@@ -118,3 +118,18 @@ def apply(api: Api, kubeconfig: Path, namespace: str, kinds: tuple[str, ...], *o
         except Refused as error:
             if error.status != 409:
                 raise
+
+
+def served(api: Api) -> bool:
+    """Whether the API server takes objects of both custom resources."""
+    named = [one for one in api.list("customresourcedefinitions") if one["spec"]["group"] == "semantide.io"]
+    return len(named) == 2 and all(any(c["type"] == "Established" and c["status"] == "True" for c in one["status"].get("conditions", ())) for one in named)
+
+
+def kubectl(kubeconfig: Path, *arguments: str) -> str:
+    """What kubectl prints.
+
+    Raises: subprocess.CalledProcessError.
+    """
+    command = [str(_lint().kubectl_binary()), f"--kubeconfig={kubeconfig}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -6,51 +6,18 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from .api import Api, Object, until
-from .control_plane import ControlPlane
-from .job_play import ENDS, JOB, KINDS, RESOURCE, Fates, holds, job, left_behind
+from .job_play import ENDS, JOB, KINDS, holds, job, left_behind
 from .operator_process import OperatorProcess
-from .release import apply
 from .simulated_nodes import SimulatedNodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 _NUM_JOBS = int(os.environ.get("SEMANTIDE_CLUSTER_JOBS", "50"))
-_NUM_NODES = 12
 _PATIENCE = 1800.0
-_RBAC = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
-
-
-@pytest.fixture
-def operator(plane: ControlPlane, api: Api, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """The operator with the chart's custom resources and no more rights than the chart gives it."""
-    apply(api, plane.kubeconfig, namespace, ("CustomResourceDefinition", *_RBAC), "--set", "operatorEnabled=true")
-    until(lambda: _served(api), "the custom resources are served")
-    account = next(one["metadata"]["name"] for one in api.list("serviceaccounts", namespace) if "operator" in one["metadata"]["name"])
-    credentials = plane.account_kubeconfig(account, namespace)
-    with OperatorProcess(credentials, tmp_path / "operator", namespace=namespace, own_namespace=namespace) as running:
-        yield running
-
-
-def _served(api: Api) -> bool:
-    kinds = api.list("customresourcedefinitions")
-    named = [one for one in kinds if one["spec"]["group"] == "semantide.io"]
-    return len(named) == 2 and all(any(c["type"] == "Established" and c["status"] == "True" for c in one["status"].get("conditions", ())) for one in named)
-
-
-@pytest.fixture
-def played(plane: ControlPlane) -> Iterator[SimulatedNodes]:
-    """Nodes with 8 NPUs each in two rings."""
-    with SimulatedNodes(plane.kubeconfig, Fates()) as nodes:
-        for number in range(_NUM_NODES):
-            labels = {"accelerator": "huawei-Ascend910", "accelerator-type": "module-910b-8", "huawei.com/topotree.superpodid": str(number // 4)}
-            nodes.add(f"played-{number:02}", {RESOURCE: "8"}, labels)
-        yield nodes
 
 
 def test_jobs_end_as_they_must_however_often_the_operator_dies(operator: OperatorProcess, played: SimulatedNodes, api: Api, namespace: str) -> None:
