@@ -1,4 +1,7 @@
-# One image for every process of Semantide: `semantide api all`, `semantide worker ROOM`, and the command line.
+# The images of Semantide:
+#   docker build .                      every process but the operator: `semantide api all`, `semantide worker ROOM`, jobs, the command line
+#   docker build --target operator .    the operator: no torch, no shell
+#   docker build --target sbom --output bill .    what both are made of, as CycloneDX JSON
 # Arguments:
 #   BASE         a base with Python 3.11 or newer; an accelerator's vendor image for NVIDIA or Ascend
 #   TORCH_INDEX  index of torch's wheels for this image: the address of the CPU wheels (torch's installation page has it).
@@ -7,35 +10,69 @@
 # A pip configuration (mirror, credentials) is given as a build secret and stays out of the image: --secret id=pip,src=pip.conf
 ARG BASE=python:3.11-slim-bookworm
 
-FROM ${BASE} AS build
-ARG TORCH_INDEX=""
-ARG EXTRAS=""
-ENV PATH=/opt/semantide/bin:${PATH} PIP_DISABLE_PIP_VERSION_CHECK=1
+FROM ${BASE} AS venv
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/semantide
-WORKDIR /build
-# torch first, then the other dependencies, then our code: a change of code rebuilds the last layer alone.
-# torch comes alone from its index, which need not have the pinned versions of what torch stands on; those follow with the rest.
-COPY constraints.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch
-COPY pyproject.toml ./
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    EXTRAS="${EXTRAS}" python -c "import os, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*project['dependencies'], *(need for extra in os.environ['EXTRAS'].split() for need in project['optional-dependencies'][extra]), sep='\n')" > requirements.txt \
-    && pip install --constraint constraints.txt --requirement requirements.txt \
-    && python -c "import torch; print('torch', torch.__version__, '' if torch.version.cuda is None else 'carries CUDA libraries: TORCH_INDEX chooses a smaller build')"
-# The C++ kernels want a compiler in this stage; a base without one and without apt gets the slower torch references.
+ENV PATH=/opt/semantide/bin:${PATH}
+# The C++ kernels want a compiler, and the cut of unread symbols its tools; a base without them and without apt gets the slower torch references.
 RUN command -v c++ > /dev/null \
     || { apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } \
     || echo "no C++ compiler: the image will run the torch references"
+WORKDIR /build
+COPY constraints.txt pyproject.toml docker/requirements.py docker/trim.py ./
+
+# torch, the other dependencies and our code are layers of their own: a change of code sends the last one, of a few MB, anew.
+# torch comes alone from its index, which need not have the pinned versions of what torch stands on; those follow with the rest.
+FROM venv AS torch
+ARG TORCH_INDEX=""
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    pip install ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch \
+    && python -c "import importlib.metadata as m; files = [str(f) for f in m.files('torch')]; print('torch', m.version('torch'), 'carries CUDA libraries: TORCH_INDEX chooses a smaller build' if any('libtorch_cuda' in f for f in files) else '')"
+
+FROM torch AS dependencies
+ARG EXTRAS=""
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python requirements.py ${EXTRAS} > requirements.txt \
+    && pip install --root /rest --constraint constraints.txt --requirement requirements.txt \
+    && python trim.py /rest
+
+FROM torch AS trimmed-torch
+RUN python trim.py /opt/semantide && python -m pip uninstall --yes pip
+
+FROM venv AS code
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --no-deps . && python -m pip uninstall --yes pip
+    pip install --no-deps --root /code . && python trim.py /code
 
-FROM ${BASE}
+# The operator: its own environment, then an empty root with nothing but what that needs.
+FROM venv AS operator-environment
+RUN python3 -m venv /opt/operator
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python requirements.py --only operator > requirements.txt \
+    && /opt/operator/bin/pip install --constraint constraints.txt --requirement requirements.txt \
+    && python trim.py /opt/operator
+COPY --from=code /code/opt/semantide/lib /opt/operator/lib
+RUN cd /opt/operator/lib/python3*/site-packages/semantide && rm -rf kernels services && find . -name __pycache__ -prune -exec rm -rf {} +
+COPY docker/bare_root.py docker/bill_of_materials.py ./
+RUN /opt/operator/bin/python bare_root.py /root-of-operator /opt/operator \
+    && /opt/operator/bin/python bill_of_materials.py semantide-operator /root-of-operator > operator.json
+
+FROM scratch AS operator
+COPY --from=operator-environment /root-of-operator /
+ENV PATH=/opt/operator/bin \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+ENTRYPOINT ["/opt/operator/bin/python", "-m", "semantide.operators"]
+
+FROM ${BASE} AS whole
 RUN groupadd --gid 10001 semantide \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin semantide \
     && mkdir /data && chown 10001:10001 /data
-COPY --from=build /opt/semantide /opt/semantide
+COPY --from=trimmed-torch /opt/semantide /opt/semantide
+COPY --from=dependencies /rest /
+COPY --from=code /code /
 # In a container the APIs listen on every address, so they refuse to start until SEMANTIDE_API_KEYS is set.
 ENV PATH=/opt/semantide/bin:${PATH} \
     HOME=/tmp \
@@ -45,6 +82,8 @@ ENV PATH=/opt/semantide/bin:${PATH} \
     SEMANTIDE_IMPORT_ROOTS=/data/uploads \
     SEMANTIDE_HOST=0.0.0.0 \
     SEMANTIDE_PORT=8000
+# What was cut out or did not fit together shows here and not at a customer's.
+RUN python -c "import torch, polars, pyarrow.parquet, pyarrow.compute, sklearn.feature_extraction.text, scipy.optimize; import semantide.services.local"
 WORKDIR /data
 USER 10001:10001
 EXPOSE 8000
@@ -53,3 +92,16 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=4 \
     CMD ["python", "-c", "import os, urllib.request as web; port = os.environ.get('SEMANTIDE_METRICS_PORT'); web.urlopen(f'http://127.0.0.1:{port}/metrics' if port else f'http://127.0.0.1:{os.environ[\"SEMANTIDE_PORT\"]}/healthz', timeout=4)"]
 ENTRYPOINT ["semantide"]
 CMD ["--help"]
+
+FROM whole AS bill
+USER 0
+WORKDIR /bill
+COPY docker/bill_of_materials.py ./
+RUN python bill_of_materials.py semantide > semantide.json
+
+FROM scratch AS sbom
+COPY --from=bill /bill/semantide.json /
+COPY --from=operator-environment /build/operator.json /
+
+# The last stage is what `docker build .` makes.
+FROM whole AS semantide

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.fusion_plan import FusionPlan
 from semantide.kernels.native_jagged_fusion import attend, native_library
 
 
@@ -50,7 +51,8 @@ def jagged_attention_native(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offsets
     if not causal or len(q_THD) != len(k_TGD) or native_library(q_THD, k_TGD, v_TGD, offsets_B1) is None:
         return jagged_attention_by_length(q_THD, k_TGD, v_TGD, offsets_B1, causal)
     packed_bounds(offsets_B1, len(q_THD))
-    return attend(q_THD, k_TGD, v_TGD, offsets_B1, None, None, None, (), "softmax", 1 / math.sqrt(q_THD.shape[-1]))
+    plan = FusionPlan(offsets_B1.long().contiguous(), None, (), "softmax", 1 / math.sqrt(q_THD.shape[-1]), q_THD.shape[1])
+    return attend(q_THD, k_TGD, v_TGD, None, None, plan)
 
 
 @jagged_attention.register("npu")

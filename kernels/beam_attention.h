@@ -1,4 +1,4 @@
-// Attention of many beams over one prompt and over their own few tokens. Included once per instruction set (see native.cpp).
+// Attention of many beams over one prompt and over their own few tokens. Included once per instruction set (see instruction_sets.h).
 // Beams and the query heads that share a key head are the rows of one matrix product, so a block of the prompt is read once for all of them.
 // Blocks are merged by a running maximum and sum, so the result is that of one softmax.
 

@@ -1,4 +1,4 @@
-// The best children of a request's beams. Included once per instruction set (see native.cpp).
+// The best children of a request's beams. Included once per instruction set (see instruction_sets.h).
 // Beams are visited best bound first; once W + 1 candidates are known, the worst of them is a bound that whole beams, and then single children, must reach.
 // W + 1 and not W, so that the best dropped score comes out exactly too.
 

@@ -1,4 +1,4 @@
-// Rows of an embedding table: gathered, summed where one row was asked for several times, and stepped. Included once per instruction set (see native.cpp).
+// Rows of an embedding table: gathered, summed where one row was asked for several times, and stepped. Included once per instruction set (see instruction_sets.h).
 
 // Past the caches where nobody reads it soon; `to` is aligned to a vector.
 static inline void stream(float* to, Floats value) {

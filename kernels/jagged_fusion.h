@@ -1,4 +1,4 @@
-// Causal attention on packed sequences, forward and backward: one task's walk over its tiles. Included once per instruction set (see native.cpp).
+// Causal attention on packed sequences, forward and backward: one task's walk over its tiles. Included once per instruction set (see instruction_sets.h).
 // Keys are the outer loop, so that each is read, turned and written once; what a tile needs stays in the nearest caches.
 
 // One allocation, cut into pieces that begin at whole cache lines. Small ones are kept by the thread.

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from semantide.kernels.attention import packed_bounds
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.fusion_plan import FusionPlan
 from semantide.kernels.native_jagged_fusion import attend, native_library
 
 Activation = Literal["silu", "softmax"]
@@ -96,11 +97,7 @@ def jagged_fusion_attention(
 
 @kernel
 def jagged_bias_attention(
-    v_TGE: Tensor,
-    offsets_B1: Tensor,
-    times_T: Tensor | None = None,
-    time_weights_HK: Tensor | None = None,
-    position_weights_HP: Tensor | None = None,
+    v_TGE: Tensor, offsets_B1: Tensor, times_T: Tensor | None = None, time_weights_HK: Tensor | None = None, position_weights_HP: Tensor | None = None
 ) -> Tensor:
     """The bias by itself as weights of the values: a channel of FuXi, of times or of positions (or of their sum where both tables are given).
 
@@ -141,29 +138,19 @@ def jagged_fusion_attention_native(
     if native_library(*given) is None:
         return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
     check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
-    packed_bounds(offsets_B1, len(q_THD))
     if scale == 0:  # which stands for one over the length there
         return jagged_fusion_attention.reference(*given, activation=activation, scale=scale)
-    factor = scale if scale is not None else 0.0 if activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
-    time_weights_HK, position_weights_HP = (per_head(x, q_THD.shape[1]) for x in (time_weights_HK, position_weights_HP))
-    return attend(q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), activation, factor)
+    return attend(q_THD, k_TGD, v_TGE, *_planned(q_THD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, activation, scale))
 
 
 @jagged_bias_attention.register("cpu")
 def jagged_bias_attention_native(
-    v_TGE: Tensor,
-    offsets_B1: Tensor,
-    times_T: Tensor | None = None,
-    time_weights_HK: Tensor | None = None,
-    position_weights_HP: Tensor | None = None,
+    v_TGE: Tensor, offsets_B1: Tensor, times_T: Tensor | None = None, time_weights_HK: Tensor | None = None, position_weights_HP: Tensor | None = None
 ) -> Tensor:
     """In C++, forward and backward; other types than float32 take the torch way."""
     if native_library(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP) is None:
         return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
-    heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
-    packed_bounds(offsets_B1, len(v_TGE))
-    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    return attend(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0)
+    return attend(None, None, v_TGE, *_planned(None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, "bias", 1.0))
 
 
 @jagged_fusion_attention.register("cuda")
@@ -186,10 +173,7 @@ def jagged_fusion_attention_triton(
     from semantide.kernels.triton_jagged_fusion import attend_triton
 
     check_fusion(q_THD, k_TGD, v_TGE, times_T, time_weights_HK, position_weights_HP, activation)
-    packed_bounds(offsets_B1, len(q_THD))
-    heads, factor = q_THD.shape[1], scale if scale is not None or activation == "silu" else 1 / math.sqrt(q_THD.shape[2])
-    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    return attend_triton(q_THD, k_TGD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), activation, factor, heads)
+    return attend_triton(q_THD, k_TGD, v_TGE, *_planned(q_THD, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, activation, scale))
 
 
 @jagged_fusion_attention.register("npu")
@@ -219,21 +203,33 @@ def jagged_fusion_attention_npu(
 @jagged_bias_attention.register("npu")
 @jagged_bias_attention.register("cuda")
 def jagged_bias_attention_triton(
-    v_TGE: Tensor,
-    offsets_B1: Tensor,
-    times_T: Tensor | None = None,
-    time_weights_HK: Tensor | None = None,
-    position_weights_HP: Tensor | None = None,
+    v_TGE: Tensor, offsets_B1: Tensor, times_T: Tensor | None = None, time_weights_HK: Tensor | None = None, position_weights_HP: Tensor | None = None
 ) -> Tensor:
     """In Triton, forward and backward; float64, or a machine without Triton, takes the torch way."""
-    heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP)
     if find_spec("triton") is None or v_TGE.dtype == torch.float64:
         return jagged_bias_attention.reference(v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP)
     from semantide.kernels.triton_jagged_fusion import attend_triton
 
+    return attend_triton(None, None, v_TGE, *_planned(None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, "bias", 1.0))
+
+
+def _planned(
+    q_THD: Tensor | None,
+    v_TGE: Tensor,
+    offsets_B1: Tensor,
+    times_T: Tensor | None,
+    time_weights_HK: Tensor | None,
+    position_weights_HP: Tensor | None,
+    form: Literal["silu", "softmax", "bias"],
+    scale: float | None,
+) -> tuple[Tensor | None, Tensor | None, FusionPlan]:
+    """Both tables for every head, and the plan; queries and keys were checked before."""
+    heads = check_bias(v_TGE, times_T, time_weights_HK, position_weights_HP) if q_THD is None else q_THD.shape[1]
     packed_bounds(offsets_B1, len(v_TGE))
-    time_weights_HK, position_weights_HP = (per_head(x, heads) for x in (time_weights_HK, position_weights_HP))
-    return attend_triton(None, None, v_TGE, offsets_B1, times_T, time_weights_HK, position_weights_HP, bucket_bounds(), "bias", 1.0, heads)
+    if scale is None and form == "softmax" and q_THD is not None:
+        scale = 1 / math.sqrt(q_THD.shape[2])
+    plan = FusionPlan(offsets_B1.long().contiguous(), None if times_T is None else times_T.contiguous(), bucket_bounds(), form, scale, heads)
+    return per_head(time_weights_HK, heads), per_head(position_weights_HP, heads), plan
 
 
 def _future(begin: int, first: int, last: int, device: torch.device) -> Tensor:
@@ -259,13 +255,7 @@ def per_head(table: Tensor | None, heads: int) -> Tensor | None:
 
 
 def check_fusion(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGE: Tensor,
-    times_T: Tensor | None,
-    time_weights_HK: Tensor | None,
-    position_weights_HP: Tensor | None,
-    activation: str,
+    q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, times_T: Tensor | None, time_weights_HK: Tensor | None, position_weights_HP: Tensor | None, activation: str
 ) -> int:
     """Query heads per key/value head.
 

@@ -1,4 +1,4 @@
-// What a call of jagged fused attention is given, and how its work is cut. Included once, before the instruction sets (see native.cpp).
+// What a call of jagged fused attention is given, and how its work is cut. Included once, before the instruction sets (see arguments.h).
 
 // Field by field what kernels/native.py passes; strides count floats. Without a bias its addresses are null.
 struct JaggedFusion {

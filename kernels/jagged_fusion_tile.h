@@ -1,4 +1,4 @@
-// What jagged fused attention does to one tile: 64 queries of one head against 64 keys. Included once per instruction set (see native.cpp).
+// What jagged fused attention does to one tile: 64 queries of one head against 64 keys. Included once per instruction set (see instruction_sets.h).
 // On the diagonal no product goes further than the registers that a strip of queries sees.
 
 constexpr int64_t kStrip = 6;  // queries, or keys, that share their bounds on the diagonal: rows of a matrix product's tile

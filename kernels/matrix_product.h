@@ -1,4 +1,4 @@
-// Small matrix products whose sums stay in registers. Included once per instruction set (see native.cpp).
+// Small matrix products whose sums stay in registers. Included once per instruction set (see instruction_sets.h).
 // Left matrices are read number by number, by any two strides, so that a transposed one costs nothing; right matrices are read in whole registers.
 
 constexpr int kColumns = kLanes == 16 ? 4 : 2;  // registers of one row of a tile

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 _REBUILD = "build it with `make native`, or install the package again with a C++ compiler present"
 
 
-# Arguments travel as one packed structure: its layout is that of the structure of the same name in native.cpp (q a number, P an address, f a factor).
+# Arguments travel as one packed structure: its layout is that of the structure of the same name in arguments.h (q a number, P an address, f a factor).
 BEAM_ATTENTION = Struct("8q P3q 2P4q 3P4q 2P f")
 PREFIX_ATTENTION = Struct("5q P2q 3P4q 2P f")
 NORMALISE_ROWS = Struct("3q 3P f")

@@ -1,4 +1,4 @@
-// What a layer does to each row by itself: normalisation, rotation, gating. Included once per instruction set (see native.cpp).
+// What a layer does to each row by itself: normalisation, rotation, gating. Included once per instruction set (see instruction_sets.h).
 
 // Squares of one row, summed.
 static inline float squares(const float* x, int64_t size) {

@@ -1,5 +1,5 @@
 // Sums of exponentials over a target's sampled negatives, and their gradients; a negative's vector is read where it lies in the table.
-// Nothing of size targets x negatives x features exists, nor any table of logits. Included once per instruction set (see native.cpp).
+// Nothing of size targets x negatives x features exists, nor any table of logits. Included once per instruction set (see instruction_sets.h).
 //
 // A source is a target whose negatives are at work. Its negatives count for itself (place 0) and for the targets that share them (places 1 to partners).
 

@@ -40,16 +40,16 @@ def _scores(  # type: ignore[no-untyped-def]
     head,
     rows_M,
     keys_N,
-    seen_MN,
-    in_rows,
-    in_keys,
+    end,
     scale,
     buckets: tl.constexpr,
     positions: tl.constexpr,
     num_bounds: tl.constexpr,
     form: tl.constexpr,
 ):
-    """Scores of a tile with their bias, and the buckets of its pairs."""
+    """Scores of a tile with their bias, the buckets of its pairs, and which pairs see each other."""
+    in_rows, in_keys = rows_M < end, keys_N < end
+    seen_MN = (rows_M[:, None] >= keys_N[None, :]) & in_rows[:, None]
     scores_MN = tl.zeros(seen_MN.shape, tl.float32)
     bucket_MN = tl.zeros(seen_MN.shape, tl.int32)
     if form != 2:
@@ -62,7 +62,7 @@ def _scores(  # type: ignore[no-untyped-def]
     if positions > 0:
         distance_MN = tl.minimum(tl.maximum(rows_M[:, None] - keys_N[None, :], 0), positions - 1)
         scores_MN += tl.load(position_weights + head * positions + distance_MN, mask=seen_MN, other=0.0).to(tl.float32)
-    return scores_MN, bucket_MN
+    return scores_MN, bucket_MN, seen_MN
 
 
 @triton.jit
@@ -124,28 +124,11 @@ def forward_tiles(  # type: ignore[no-untyped-def]
         for start in range(begin, first + block, block):
             keys_N = start + tl.arange(0, block)
             in_keys = keys_N < end
-            seen_MN = (rows_M[:, None] >= keys_N[None, :]) & in_rows[:, None]
             if form != 2:
                 k_ND = tl.load(k + (keys_N[:, None] * groups + group) * size + features_D[None, :], mask=in_keys[:, None] & in_d[None, :], other=0.0)
             v_NE = tl.load(v + (keys_N[:, None] * groups + group) * value_size + features_E[None, :], mask=in_keys[:, None] & in_e[None, :], other=0.0)
-            scores_MN, _bucket_MN = _scores(
-                q_MD,
-                k_ND,
-                times,
-                bounds,
-                time_weights,
-                position_weights,
-                head,
-                rows_M,
-                keys_N,
-                seen_MN,
-                in_rows,
-                in_keys,
-                scale,
-                buckets,
-                positions,
-                num_bounds,
-                form,
+            scores_MN, _bucket_MN, seen_MN = _scores(
+                q_MD, k_ND, times, bounds, time_weights, position_weights, head, rows_M, keys_N, end, scale, buckets, positions, num_bounds, form
             )
             if form == 1:
                 scores_MN = tl.where(seen_MN, scores_MN, float("-inf"))
@@ -221,27 +204,10 @@ def query_gradient_tiles(  # type: ignore[no-untyped-def]
         for start in range(begin, first + block, block):
             keys_N = start + tl.arange(0, block)
             in_keys = keys_N < end
-            seen_MN = (rows_M[:, None] >= keys_N[None, :]) & in_rows[:, None]
             k_ND = tl.load(k + (keys_N[:, None] * groups + group) * size + features_D[None, :], mask=in_keys[:, None] & in_d[None, :], other=0.0)
             v_NE = tl.load(v + (keys_N[:, None] * groups + group) * value_size + features_E[None, :], mask=in_keys[:, None] & in_e[None, :], other=0.0)
-            scores_MN, _bucket_MN = _scores(
-                q_MD,
-                k_ND,
-                times,
-                bounds,
-                time_weights,
-                position_weights,
-                head,
-                rows_M,
-                keys_N,
-                seen_MN,
-                in_rows,
-                in_keys,
-                scale,
-                buckets,
-                positions,
-                num_bounds,
-                form,
+            scores_MN, _bucket_MN, seen_MN = _scores(
+                q_MD, k_ND, times, bounds, time_weights, position_weights, head, rows_M, keys_N, end, scale, buckets, positions, num_bounds, form
             )
             to_p_MN = tl.dot(given_ME, tl.trans(v_NE), input_precision="ieee")
             _p_MN, to_scores_MN = _gradients(scores_MN, to_p_MN, seen_MN, sums_M, delta_M, form)
@@ -304,7 +270,6 @@ def key_gradient_tiles(  # type: ignore[no-untyped-def]
             for start in range(first, end, block):
                 rows_M = start + tl.arange(0, block)
                 in_rows = rows_M < end
-                seen_MN = (rows_M[:, None] >= keys_N[None, :]) & in_rows[:, None]
                 if form != 2:
                     q_MD = tl.load(q + (rows_M[:, None] * heads + head) * size + features_D[None, :], mask=in_rows[:, None] & in_d[None, :], other=0.0)
                 if form == 1:
@@ -313,24 +278,8 @@ def key_gradient_tiles(  # type: ignore[no-untyped-def]
                 given_ME = tl.load(
                     grad_out + (rows_M[:, None] * heads + head) * value_size + features_E[None, :], mask=in_rows[:, None] & in_e[None, :], other=0.0
                 )
-                scores_MN, bucket_MN = _scores(
-                    q_MD,
-                    k_ND,
-                    times,
-                    bounds,
-                    time_weights,
-                    position_weights,
-                    head,
-                    rows_M,
-                    keys_N,
-                    seen_MN,
-                    in_rows,
-                    in_keys,
-                    scale,
-                    buckets,
-                    positions,
-                    num_bounds,
-                    form,
+                scores_MN, bucket_MN, seen_MN = _scores(
+                    q_MD, k_ND, times, bounds, time_weights, position_weights, head, rows_M, keys_N, end, scale, buckets, positions, num_bounds, form
                 )
                 to_p_MN = tl.dot(given_ME, tl.trans(v_NE), input_precision="ieee")
                 p_MN, to_scores_MN = _gradients(scores_MN, to_p_MN, seen_MN, sums_M, delta_M, form)

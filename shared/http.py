@@ -230,16 +230,15 @@ def build_app(
 
     @app.get("/readyz", tags=["health"], summary="The broker answers and every room can work")
     def readyz() -> Response:
-        problems = []
+        problems, state = [], []
         try:
             room.broker.ping()
         except broker_door.RedisError as error:
             problems.append(f"broker: {error}")
         for hook in ready:
             fine, text = hook()
-            if not fine:
-                problems.append(text)
-        return JSONResponse({"status": "unready" if problems else "ok", "problems": problems}, status_code=503 if problems else 200)
+            (state if fine else problems).append(text)
+        return JSONResponse({"status": "unready" if problems else "ok", "problems": problems, "state": state}, status_code=503 if problems else 200)
 
     @app.get("/metrics", tags=["health"], summary="Prometheus metrics of this process")
     def metrics() -> Response:

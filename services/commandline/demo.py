@@ -20,6 +20,7 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import JobRecord, JobSpec
 
 _RECIPE = "tiny"
+_RETRIEVER = "retriever-tiny"
 _BASELINE = "sasrec"
 
 
@@ -63,12 +64,12 @@ class Walk:
 
 
 def run_demo(dataset: str, seed: int) -> None:
-    """Ingest, tokenize, train, evaluate, promote, recommend; print what came out.
+    """Ingest, tokenize, train, evaluate, promote, recommend from both sources; print what came out.
 
     Raises: ValueError for an unknown data set, typer.Exit when a stage fails.
     """
     source = demo_data.prepare(dataset, Path(Settings().data_dir).absolute() / "downloads")
-    # Two small trainings side by side are faster than one after the other on two threads.
+    # Small trainings side by side are faster than one after the other on two threads.
     settings = Settings(port=free_port(), import_roots=str(source.folder), redis_url="", host="127.0.0.1", job_slots=2)
     stack = Stack(settings, lambda text: display.problems.print(text, highlight=False))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,17 +111,20 @@ def _loop(walk: Walk, source: demo_data.Source) -> dict[str, Any]:
     with walk.stage("spell items as semantic ids"):
         catalog = walk.job(JobSpec(kind="tokenize", inputs=inputs, seed=walk.seed))
         inputs["catalog"] = catalog.artifacts["catalog"]
-    with walk.stage(f"train the generator ({_RECIPE}) and the baseline ({_BASELINE})"):
-        training = [walk.submit(JobSpec(kind="train", recipe=recipe, inputs=inputs, seed=walk.seed)) for recipe in (_RECIPE, _BASELINE)]
-        model, baseline = [walk.finish(record).artifacts["model"] for record in training]
+    with walk.stage(f"train the generator ({_RECIPE}), the retriever ({_RETRIEVER}) and the baseline ({_BASELINE})"):
+        # The longest first, the others take turns beside it.
+        training = [walk.submit(JobSpec(kind="train", recipe=recipe, inputs=inputs, seed=walk.seed)) for recipe in (_RECIPE, _RETRIEVER, _BASELINE)]
+        model, retriever, baseline = [walk.finish(record).artifacts["model"] for record in training]
     with walk.stage("evaluate"):
-        result = walk.job(JobSpec(kind="evaluate", inputs={**inputs, "model": model, "baseline": baseline}, seed=walk.seed)).result
+        models = {"model": model, "retriever": retriever, "baseline": baseline}
+        result = walk.job(JobSpec(kind="evaluate", inputs=inputs | models, seed=walk.seed)).result
     with walk.stage("promote"):
         walk.client.promote(model, patience_seconds=60)
+        walk.client.promote(retriever)
         deadline = time.monotonic() + 60
-        while (live := walk.client.get("/v1/serving/live")).get("loaded_model") != model:
+        while ((live := walk.client.get("/v1/serving/live")).get("loaded_model"), live.get("loaded_retriever")) != (model, retriever):
             if time.monotonic() > deadline:
-                display.problems.print(f"the model was not loaded within 60 s: {live}", highlight=False)
+                display.problems.print(f"the models were not loaded within 60 s: {live}", highlight=False)
                 raise typer.Exit(1)
             time.sleep(0.1)
     return result
@@ -130,7 +134,7 @@ def _ask(walk: Walk, source: demo_data.Source) -> list[tuple[str, list[str], lis
     asked = []
     with walk.stage("recommend for three users"):
         for user in source.users:
-            answer = walk.client.post("/v1/recommendations", {"user": user, "n": 5, "exclude_seen": True})
+            answer = walk.client.post("/v1/recommendations", {"user": user, "n": 5, "exclude_seen": True, "source": "both"})
             recent = [event["item"] for event in walk.client.get(f"/v1/users/{user}/history")["events"] if source.counts(event["action"])][-3:]
             if answer["short_reason"]:
                 display.problems.print(f"user {user}: {answer['short_reason']}", highlight=False, markup=False)
@@ -146,8 +150,10 @@ def _report(
     display.console.print()
     for user, recent, items in asked:
         display.console.print(f"[bold]user {user}[/bold], lately: {'; '.join(recent)}", highlight=False)
-        rows = [[position + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"]] for position, item in enumerate(items)]
-        display.table("", ["#", "item", "what it is", "log probability"], rows)
+        rows = [
+            [place + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"], item["source"]] for place, item in enumerate(items)
+        ]
+        display.table("", ["#", "item", "what it is", "log probability", "ranked by"], rows)
         display.console.print()
     display.table("where the time went", ["stage", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in [*walk.times, ("all", total)]])
     display.console.print(

@@ -217,7 +217,7 @@ def _tokenizer_report(result: dict[str, Any]) -> None:
 
 @app.command()
 def negatives(
-    model: Annotated[str | None, typer.Option(help="A generator; left out, the newest that was trained for the catalog's tokenizer")] = None,
+    model: Annotated[str | None, typer.Option(help="A generator or a retriever; left out, the newest generator of the catalog's tokenizer")] = None,
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
@@ -225,7 +225,7 @@ def negatives(
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Search a generator's beams over all training histories: hard negatives for `semantide train --beams`."""
+    """Search a generator's beams, or a retriever's best items, over all training histories: hard negatives for `semantide train --beams`."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model)) if ref}
@@ -240,7 +240,7 @@ def train(
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
-    beams: Annotated[str | None, typer.Option(help="Beams that `semantide negatives` has searched, for a retriever's hard negatives")] = None,
+    beams: Annotated[str | None, typer.Option(help="What `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,

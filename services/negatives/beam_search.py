@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from semantide.services.negatives.cuts import Cuts
 from semantide.shared.catalog import Catalog
 from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.beam_search import beam_search
@@ -54,16 +55,6 @@ class BeamConfig:
         return cls(**values)
 
 
-def cut_events(events: TrainingEvents, points: int) -> IntArray:
-    """The events before which beams are searched: evenly spread over each user's events but the first, ascending."""
-    _, starts, lengths = np.unique(events.users_E, return_index=True, return_counts=True)
-    cuts: list[IntArray] = []
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        if length > 1:
-            cuts.append(start + np.unique(np.linspace(1, length - 1, min(points, length - 1)).round().astype(np.int64)))
-    return np.concatenate(cuts) if cuts else np.zeros(0, dtype=np.int64)
-
-
 class BeamSearcher:
     """The beams of a generator, in the rows of a data set; what a user has taken before does not come up."""
 
@@ -72,7 +63,7 @@ class BeamSearcher:
 
         Raises: Conflict for a data set of which the catalog has nothing.
         """
-        self._events, self._max_items, self._width = events, max_items, width
+        self._cuts, self._max_items, self._width = Cuts(events), max_items, width
         self._decoder = GeneratorDecoder(model.eval())
         self._device = model.head_VD.device
         self._trie = SearchTrie.build(catalog.trie, self._device)
@@ -85,7 +76,6 @@ class BeamSearcher:
             raise Conflict(f"none of the data set's {len(known)} items is in the catalog: take the catalog that was made of this data set")
         self._item_of[self._catalog_rows[known]] = np.flatnonzero(known)
         self._mask = self._trie.prefix_counts(self._item_of >= 0)
-        self._starts_U = np.searchsorted(events.users_E, np.arange(int(events.users_E.max(initial=-1)) + 2))
 
     @torch.inference_mode()
     def search(self, cuts: Rows) -> Rows:
@@ -109,5 +99,5 @@ class BeamSearcher:
         return rows
 
     def _before(self, cut: int) -> IntArray:
-        rows = self._catalog_rows[self._events.rows_E[self._starts_U[self._events.users_E[cut]] : cut]]
+        rows = self._catalog_rows[self._cuts.before(cut)]
         return rows[rows >= 0]

@@ -1,7 +1,8 @@
-"""The long work of this room: search a model's beams over all training histories.
+"""The long work of this room: what a model would recommend at many places of all training histories.
 
-negatives {dataset, catalog, model} -> {beams}   ``config``: fields of BeamConfig. Without ``model`` the newest generator that was trained for the catalog's
-                                                 tokenizer is taken; without ``catalog`` the one it was trained for.
+negatives {dataset, catalog, model} -> {beams}   ``config``: fields of BeamConfig. A generator's beams are searched, of a retriever the best items are taken.
+                                                 Without ``model`` the newest generator that was trained for the catalog's tokenizer is taken; without
+                                                 ``catalog`` the one it was trained for. A retriever needs none.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import shutil
 import numpy as np
 import torch
 
-from semantide.services.negatives.beam_search import BeamConfig, BeamSearcher, cut_events
+from semantide.services.negatives.beam_search import BeamConfig, BeamSearcher
+from semantide.services.negatives.cuts import cut_events
 from semantide.services.negatives.newest_models import NewestModels
+from semantide.services.negatives.top_items import TopItems
 from semantide.shared.catalog import Catalog
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
@@ -45,15 +48,8 @@ def run(job: JobContext) -> JobOutcome:
     inputs = json.loads(pinned.read_text())
     job.progress(0, 1, stage="reading")
     dataset = Dataset.load(job.store.get(inputs["dataset"]))
-    catalog = Catalog.load(job.store.get(inputs["catalog"]))
-    folder = job.store.get(inputs["model"])
-    card = json.loads((folder / "semantide.json").read_text())
-    if card["model_type"] != "generator":
-        raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator has beams")
-    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     events = TrainingEvents.of(dataset)
-    model = Generator.from_pretrained(folder).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    searcher = BeamSearcher(model, catalog, dataset, events, card["max_items"], config.width)
+    searcher = _searcher(job, inputs, dataset, events, config.width)
     lists = _search(job, searcher, cut_events(events, config.points), config)
     target = job.workdir / "beams"
     shutil.rmtree(target, ignore_errors=True)
@@ -69,7 +65,7 @@ def run(job: JobContext) -> JobOutcome:
     ref = job.store.put("beams", target, config={"width": config.width, "points": config.points}, inputs=inputs, seed=job.spec.seed)
     job.discard(target)
     job.progress(1, 1, stage="done")
-    return JobOutcome({"beams": ref}, {**figures, "model": inputs["model"], "catalog": inputs["catalog"]})
+    return JobOutcome({"beams": ref}, {**figures, "model": inputs["model"], "catalog": inputs.get("catalog")})
 
 
 def _complete(job: JobContext, inputs: dict[str, str]) -> dict[str, str]:
@@ -77,14 +73,28 @@ def _complete(job: JobContext, inputs: dict[str, str]) -> dict[str, str]:
     if "model" not in inputs:
         newest = NewestModels(job.broker).find(_tokenizer(job, inputs["catalog"]) if "catalog" in inputs else None)
         if newest is None:
-            raise Conflict("no generator has been trained yet whose beams could be searched: train one, or name it with the input `model`")
+            raise Conflict("no generator has been trained yet whose beams could be searched: train one, or name it or a retriever with the input `model`")
         inputs = {**inputs, "model": newest}
-    if "catalog" not in inputs:
-        card = json.loads((job.store.get(inputs["model"]) / "semantide.json").read_text())
-        if not card.get("catalog"):
-            raise Conflict(f"the model {inputs['model'][:24]}... was trained without a catalog: name a generator")
-        inputs = {**inputs, "catalog": card["catalog"]}
-    return inputs
+    card = json.loads((job.store.get(inputs["model"]) / "semantide.json").read_text())
+    if card["model_type"] == "retriever":
+        return {name: ref for name, ref in inputs.items() if name != "catalog"}
+    if card["model_type"] != "generator":
+        raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: name a generator, which has beams, or a retriever")
+    if "catalog" not in inputs and not card.get("catalog"):
+        raise Conflict(f"the model {inputs['model'][:24]}... was trained without a catalog: name one with the input `catalog`")
+    return {"catalog": card.get("catalog"), **inputs}
+
+
+def _searcher(job: JobContext, inputs: dict[str, str], dataset: Dataset, events: TrainingEvents, width: int) -> BeamSearcher | TopItems:
+    """What finds the lists of the model that the inputs name."""
+    folder = job.store.get(inputs["model"])
+    card = json.loads((folder / "semantide.json").read_text())
+    if card["model_type"] == "retriever":
+        return TopItems(folder, dataset, events, card["max_items"], width)
+    catalog = Catalog.load(job.store.get(inputs["catalog"]))
+    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
+    model = Generator.from_pretrained(folder).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return BeamSearcher(model, catalog, dataset, events, card["max_items"], width)
 
 
 def _tokenizer(job: JobContext, catalog: str) -> str:
@@ -92,7 +102,7 @@ def _tokenizer(job: JobContext, catalog: str) -> str:
     return digest
 
 
-def _search(job: JobContext, searcher: BeamSearcher, cuts_C: np.ndarray, config: BeamConfig) -> BeamLists:
+def _search(job: JobContext, searcher: BeamSearcher | TopItems, cuts_C: np.ndarray, config: BeamConfig) -> BeamLists:
     kept = job.workdir / "searched"
     kept.mkdir(exist_ok=True)
     parts = [np.zeros((0, config.width), dtype=np.int32)]
@@ -102,7 +112,7 @@ def _search(job: JobContext, searcher: BeamSearcher, cuts_C: np.ndarray, config:
             chunk, rows = cuts_C[begin : begin + _CHUNK_CUTS], []
             for first in range(0, len(chunk), config.batch):
                 job.check_cancelled()
-                job.progress(begin + first, len(cuts_C), "histories", "searching beams")
+                job.progress(begin + first, len(cuts_C), "histories", "searching")
                 rows.append(searcher.search(chunk[first : first + config.batch]))
             aside = path.with_suffix(".incoming.npy")
             np.save(aside, np.concatenate(rows))

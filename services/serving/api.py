@@ -36,6 +36,7 @@ from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
 from semantide.services.serving.registry import LIVE, RegistryState
+from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer, timed
 from semantide.services.serving.scheduler import Overloaded
 from semantide.services.serving.service import Service
@@ -93,11 +94,12 @@ def build(room: Room) -> APIRouter:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
         variant: str | None = None
         source = body.source or settings.serving_source
+        beside: asyncio.Task[Retrieved] | None = None  # the retriever's own list, found while the generator searches
         try:
             wish = _wish(body, settings.actions)
             if source == "retriever":
                 return await retrieved(body, wish, begin)
-            if source == "auto" and service.retrievers.current is not None and service.swapper.lineup is None and body.variant is None:
+            if source in ("auto", "both") and service.retrievers.current is not None and service.swapper.lineup is None and body.variant is None:
                 return await retrieved(body, wish, begin, fallback="no generator is live in this process")
             choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
             bundle, variant = choice.bundle, choice.variant
@@ -106,10 +108,14 @@ def build(room: Room) -> APIRouter:
             seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS)) if share else 0
             places = exploration.places(wish.n, share, seed) if share else ()
             wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
+            if source == "both" and service.retrievers.current is not None:
+                beside = asyncio.create_task(_retrieve(service, body, wish, bundle))
+                beside.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even where the search fails first
             (answer, passage), *fresh = await _search(request, service, wishes, bundle)
+            second = None if beside is None else await beside
         except Overloaded as error:
             if source in ("auto", "both") and service.retrievers.current is not None and variant in (None, LIVE):
-                return await retrieved(body, wish, begin, fallback="too many requests wait for the generator")
+                return await retrieved(body, wish, begin, fallback="too many requests wait for the generator", beside=beside)
             service.meters.request("overloaded", variant)
             raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
         except ClientGone as error:
@@ -121,6 +127,9 @@ def build(room: Room) -> APIRouter:
         except Exception as error:
             service.meters.request("refused" if isinstance(error, ValueError | NotFound) and not isinstance(error, OUR_FAULTS) else "failed", variant)
             raise
+        finally:
+            if beside is not None:
+                beside.cancel()
         mixed = Mixed(answer.items)
         if fresh:
             mixed = exploration.mix(answer.items, [hit for found, _ in fresh for hit in found.items], places, _new_items(bundle, answer), seed)
@@ -132,18 +141,20 @@ def build(room: Room) -> APIRouter:
         stage_spans("serving", passage.marks)
         near = await run_in_threadpool(explanation.nearest, bundle, [hit.item for hit in mixed.items], answer.history_rows) if body.explain else None
         whole = _answer(answer, passage, variant, mixed, near, total)
-        if source == "both" and service.retrievers.current is not None:
-            second = await run_in_threadpool(service.retrieve, body.user, timed(body, wish), partial(asking, body, wish, bundle))
+        if second is not None:
+            service.meters.stage("retrieve", second.seconds)
             whole = joined_answer(whole, second, bundle, wish.n)
         if body.depth is None or len(whole.items) <= body.n:
             return whole
         return await run_in_threadpool(_first_page, service, whole, body)
 
-    async def retrieved(body: RecommendationRequest, wish: Wish, begin: float, fallback: str | None = None) -> RecommendationAnswer:
-        """The retriever's own answer."""
+    async def retrieved(
+        body: RecommendationRequest, wish: Wish, begin: float, fallback: str | None = None, beside: asyncio.Task[Retrieved] | None = None
+    ) -> RecommendationAnswer:
+        """The retriever's own answer; ``beside`` is one that is being found already."""
         lineup = service.swapper.lineup
         bundle = lineup.live if lineup is not None else None
-        found = await run_in_threadpool(service.retrieve, body.user, timed(body, wish), partial(asking, body, wish, bundle))
+        found = await (beside or _retrieve(service, body, wish, bundle))
         total = time.perf_counter() - begin
         service.meters.request("short" if found.short_reason else "ok", None)
         service.meters.retrieved("fallback" if fallback else "asked")
@@ -194,6 +205,10 @@ def build(room: Room) -> APIRouter:
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
+
+
+async def _retrieve(service: Service, body: RecommendationRequest, wish: Wish, bundle: Bundle | None) -> Retrieved:
+    return await run_in_threadpool(service.retrieve, body.user, timed(body, wish), partial(asking, body, wish, bundle))
 
 
 async def _search(request: Request, service: Service, wishes: list[Wish], bundle: Bundle) -> list[tuple[Answer, Passage]]:

@@ -115,15 +115,27 @@ class Service:
             poller.stop()
 
     def ready(self) -> tuple[bool, str]:
-        """Whether requests can be answered; a stack that has no model yet counts as ready."""
-        status = self.swapper.status
-        if self.swapper.bundle is not None and self.swapper.settled:
+        """Whether requests can be answered, and by whom; a stack that has no model yet counts as ready."""
+        status, retriever, source = self.swapper.status, self.retrievers.current, self._settings.serving_source
+        if source != "retriever" and self.swapper.bundle is not None and self.swapper.settled:
             return True, f"serving {self.swapper.bundle.pair.model}"
-        if status.error:
-            return False, f"serving: the live model cannot be loaded ({status.error}): promote another one"
-        if self.registry.version() == 0 or self.registry.read().live is None:
+        if source == "retriever" and retriever is not None:
+            return True, f"serving {retriever.ref}"
+        if source != "retriever" and status.error:
+            why = f"serving: the live model cannot be loaded ({status.error})"
+            if source == "generator" or retriever is None:
+                return False, f"{why}: promote another one"
+            return True, f"{why}; the retriever {retriever.ref} answers in its place until another one is promoted"
+        state = self.registry.read() if self.registry.version() else RegistryState()
+        if source != "retriever" and state.live is not None:
+            return False, "serving: the live model is being loaded"
+        if source == "generator" or state.retriever is None:
             return True, "serving: no model is live yet"
-        return False, "serving: the live model is being loaded"
+        if retriever is not None:
+            return True, f"serving {retriever.ref}; no generator is live yet"
+        if self.retrievers.error:
+            return False, f"serving: the retriever cannot be loaded ({self.retrievers.error}): promote another one"
+        return False, "serving: the retriever is being loaded"
 
     def choose(self, who: str | None = None, variant: str | None = None) -> Choice:
         """The bundle that answers somebody; ``variant`` names one instead.

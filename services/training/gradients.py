@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from semantide.services.training.world import Pending, World
 
+_MOST_BYTES, _LEAST_BYTES, _BUCKETS = 16 * 1024**2, 256 * 1024, 4
+"""A bucket holds a quarter of the gradients, within these bounds: smaller ones cost more calls than they hide."""
+
 
 @dataclass
 class _Bucket:
@@ -36,13 +39,15 @@ class _Bucket:
 class GradientSum:
     """Sums gradients over a world: ``begin``, one backward pass, ``finish``; other backward passes are left alone. On a world of one it does nothing."""
 
-    def __init__(self, world: World, parameters: Sequence[nn.Parameter], *, bucket_bytes: int = 16 * 1024**2, overlap: bool = True) -> None:
+    def __init__(self, world: World, parameters: Sequence[nn.Parameter], *, bucket_bytes: int = _MOST_BYTES, overlap: bool = True) -> None:
         self._world, self._overlap = world, overlap
         self._buckets: list[_Bucket] = []
         self._home: dict[nn.Parameter, tuple[int, Tensor, Tensor]] = {}
         self._launched, self._begun = 0, False
         if world.size == 1:
             return
+        # A small model has several buckets too: one alone would only be full when the backward pass is over.
+        bucket_bytes = min(bucket_bytes, max(_LEAST_BYTES, sum(parameter.nbytes for parameter in parameters) // _BUCKETS))
         group: list[nn.Parameter] = []
         # The backward pass ends with the first layers: the last ones are ready, and travel, first.
         for parameter in [*reversed(parameters)]:

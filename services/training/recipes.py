@@ -26,7 +26,7 @@ class NegativesConfig:
     prefix_levels: int = 1
     """How many first codes they have in common."""
     beams: int = 0
-    """Hard negatives of each target from a generator's beams; takes the input ``beams``, which a negatives job makes."""
+    """Hard negatives of each target from a generator's beams or a retriever's best items; takes the input ``beams``, which a negatives job makes."""
     expansion: int = 1
     """A target takes the negatives of this many targets, its own among them; nothing more is looked up."""
     sharing: Literal["vectors", "logits"] = "vectors"

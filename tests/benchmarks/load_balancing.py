@@ -13,6 +13,7 @@ Usage: python tests/benchmarks/load_balancing.py [--data DIR] [--json] [--quick]
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -35,6 +36,7 @@ from semantide.services.training.load_balancing import CostModel, StepTimes, ass
 from semantide.services.training.objective import NextItem
 from semantide.services.training.recipes import sasrec
 from semantide.services.training.world import World
+from semantide.shared.allocator import keep_freed_memory
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 
@@ -101,6 +103,8 @@ def rank_main(rank: int, size: int, port: int, folder: str, data: str, steps: in
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
+    keep_freed_memory()  # as jobs do
+    gc.freeze()
     world = World.join("cpu", clock=time.perf_counter)
     torch.manual_seed(0)
     longest = 1024

@@ -9,6 +9,7 @@ Usage: python tests/benchmarks/weak_scaling.py [--data DIR] [--json] [--quick]
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ from semantide.services.training.objective import NextItem
 from semantide.services.training.optimiser import build_optimisers, set_rate
 from semantide.services.training.recipes import sasrec
 from semantide.services.training.world import World
+from semantide.shared.allocator import keep_freed_memory
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 
 LONGEST, NUM_ITEMS, WARM = 512, 500, 16
@@ -48,6 +50,8 @@ def rank_main(rank: int, size: int, port: int, folder: str, data: str, steps: in
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
+    keep_freed_memory()  # as jobs do
+    gc.freeze()
     world = World.join("cpu", clock=time.perf_counter)
     torch.manual_seed(0)
     config = replace(sasrec(), learning_rate=1e-3)

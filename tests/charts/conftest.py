@@ -47,6 +47,12 @@ def environment_table() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def values_table() -> ModuleType:
+    """The script ``values_table.py``."""
+    return _load("values_table")
+
+
+@pytest.fixture(scope="session")
 def render(lint: ModuleType) -> Callable[..., Manifests]:
     """A function that renders the chart: profile, further options -> manifests."""
 

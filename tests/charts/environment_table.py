@@ -1,12 +1,19 @@
-"""The table of environment variables in docs/operations.md, made from the settings: ``python tests/charts/environment_table.py`` writes it anew."""
+"""What is made from the settings: the table of environment variables in docs/operations.md, and `settings` in the chart's schema of values.
+
+``python tests/charts/environment_table.py`` writes both anew.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+SCHEMA = Path(__file__).resolve().parents[2] / "charts" / "semantide" / "values.schema.json"
+# What the chart sets itself.
+OWN = ("data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port", "metrics_host")
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 
 
@@ -32,12 +39,26 @@ def shown() -> str:
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
 
 
+def schema(settings: Any) -> dict[str, Any]:
+    """JSON schema of every setting that the chart's `settings` may hold, by its name in camelCase."""
+    fields = settings.model_json_schema()["properties"]
+    found = {}
+    for name in settings.model_fields:
+        if name not in OWN:
+            kept = {key: value for key, value in fields[name].items() if key not in ("title", "default", "format")}
+            found[re.sub(r"_(\w)", lambda match: match[1].upper(), name)] = kept
+    return found
+
+
 def main() -> None:
-    """Write the page with the table of now."""
+    """Write the page and the chart's schema as of now."""
     from semantide.shared.config import Settings
 
     head, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n{table(Settings)}\n{END}{rest.partition(END)[2]}")
+    chart = json.loads(SCHEMA.read_text())
+    chart["properties"]["settings"]["properties"] = schema(Settings)
+    SCHEMA.write_text(json.dumps(chart, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,17 +20,29 @@ from semantide.shared.contracts import ROOMS
 
 PROFILES = ("", "cpu", "nvidia", "ascend")
 VERSIONS = ("1.28", "1.33", "1.37")
-# What the chart sets itself.
-OWN_SETTINGS = {"data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port", "metrics_host"}
+# Kinds of add-ons, which Kubernetes' own schemas do not have.
+ADDED_GROUPS = ("monitoring.coreos.com", "keda.sh", "gateway.networking.k8s.io")
 Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
 Refuse = Callable[..., str]
+
+KEDA = ("--set", "autoscaler=keda,kedaPrometheusAddress=http://prometheus.monitoring:9090,workers.training.maxReplicas=4")
 
 # Everything that is off by default is on.
 FULL = """
 imagePullSecrets: {registry: true}
 apis:
-  serving: {}
+  all: {replicas: 2}
+  serving: {minReplicas: 2, maxReplicas: 8, targetCpuPercent: 60, environment: {MALLOC_ARENA_MAX: "2"}}
+httpRouteEnabled: true
+httpRouteGateways: {public: {namespace: gateways}, unused: null}
+httpRouteHosts: {shop.example: true, old.example: false}
+metricsEnabled: true
+metricsNamespaces: {monitoring: true}
+serviceMonitorEnabled: true
+serviceMonitorLabels: {release: prometheus}
+prometheusRuleEnabled: true
+grafanaDashboardEnabled: true
 ingressEnabled: true
 ingressClassName: nginx
 ingressHost: shop.example
@@ -65,6 +77,11 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
             yield name, manifest
 
 
+def rooms_of(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """The Deployments of rooms; the operator has tests of its own."""
+    return {name: each for name, each in of_kind(manifests, "Deployment").items() if not name.endswith("-operator")}
+
+
 def environment(pod: Manifest) -> dict[str, Any]:
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in pod["spec"]["containers"][0]["env"]}
 
@@ -90,11 +107,12 @@ def test_every_profile_is_a_file(lint: ModuleType) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_are_valid(render: Render, full: str, version: str) -> None:
-    options = [("",), ("cpu",), ("nvidia",), ("ascend",), ("", "--values", full)]
+    options = [(profile, *more) for profile in PROFILES for more in ((), ("--values", full), ("--values", full, *KEDA))]
     manifests = [manifest for each in options for manifest in render(*each, "--kube-version", f"{version}.0")]
     # Most are the same under every profile.
     for text in {json.dumps(manifest, sort_keys=True) for manifest in manifests if manifest["kind"] != "Secret"}:
-        kubernetes_validate.validate(json.loads(text), version, strict=True)
+        if not json.loads(text)["apiVersion"].startswith(ADDED_GROUPS):
+            kubernetes_validate.validate(json.loads(text), version, strict=True)
     kubernetes_validate.validate(next(manifest for manifest in manifests if manifest["kind"] == "Secret"), version, strict=True)
 
 
@@ -107,7 +125,7 @@ def test_a_deployment_for_every_room_and_its_command_exists(render: Render, prof
     ran: list[list[str]] = []
     monkeypatch.setattr(local, "serve", lambda names, settings: ran.append(["api", *names]))
     monkeypatch.setattr(local, "work", lambda name, settings: ran.append(["worker", name]))
-    deployments = of_kind(render(profile), "Deployment")
+    deployments = rooms_of(render(profile))
     assert set(deployments) == {"shop-semantide-api", *(f"shop-semantide-worker-{room}" for room in ROOMS)}
     for deployment in deployments.values():
         program, *arguments = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -126,7 +144,8 @@ def test_every_pod_is_locked_down(render: Render, full: str, options: tuple[str,
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["runAsUser"] >= 1, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
-        assert spec["automountServiceAccountToken"] is False, name
+        # The operator alone talks to the API server.
+        assert spec["automountServiceAccountToken"] is name.endswith("-operator"), name
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -144,7 +163,12 @@ def test_every_pod_is_locked_down(render: Render, full: str, options: tuple[str,
 def test_selectors_find_their_pods_alone(render: Render, full: str) -> None:
     for manifests in (render(), render("", "--values", full)):
         labels = {name: pod["metadata"]["labels"] for name, pod in pods(manifests)}
-        selectors = [m["spec"]["selector"] for m in of_kind(manifests, "Service").values()]
+        services = of_kind(manifests, "Service")
+        metrics = services.pop("shop-semantide-metrics", None)
+        if metrics is not None:
+            shown = {name for name, have in labels.items() if metrics["spec"]["selector"].items() <= have.items()}
+            assert {name for name, pod in pods(manifests) if any(port["name"] == "metrics" for port in pod["spec"]["containers"][0].get("ports", []))} == shown
+        selectors = [m["spec"]["selector"] for m in services.values()]
         selectors += [m["spec"]["selector"]["matchLabels"] for m in of_kind(manifests, "Deployment").values()]
         selectors += [m["spec"]["podSelector"]["matchLabels"] for m in of_kind(manifests, "NetworkPolicy").values()]
         for selector in selectors:
@@ -155,16 +179,13 @@ def test_only_the_rooms_reach_the_broker(render: Render) -> None:
     manifests = render()
     allowed = of_kind(manifests, "NetworkPolicy")["shop-semantide-redis"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
     reaching = {name for name, pod in pods(manifests) if allowed.items() <= pod["metadata"]["labels"].items()}
-    assert reaching == {f"Deployment {name}" for name in of_kind(manifests, "Deployment")}
+    assert reaching == {f"Deployment {name}" for name in rooms_of(manifests)}
 
 
 def test_the_api_is_asked_for_health_and_readiness_by_name(render: Render) -> None:
     container = of_kind(render(), "Deployment")["shop-semantide-api"]["spec"]["template"]["spec"]["containers"][0]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
-    test = of_kind(render(), "Pod")["shop-semantide-api-ready"]
-    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    assert "http://shop-semantide-api:8000/readyz" in test["spec"]["containers"][0]["command"][-1]
 
 
 def test_the_broker_keeps_every_acknowledged_write(render: Render) -> None:
@@ -187,7 +208,7 @@ def test_generated_keys_agree(render: Render) -> None:
 def test_secrets_of_ones_own_are_referred_to(render: Render, full: str) -> None:
     manifests = render("", "--values", full)
     assert not of_kind(manifests, "Secret") and not of_kind(manifests, "StatefulSet") and not of_kind(manifests, "PersistentVolumeClaim")
-    for name, deployment in of_kind(manifests, "Deployment").items():
+    for name, deployment in rooms_of(manifests).items():
         pod = deployment["spec"]["template"]
         assert environment(pod)["SEMANTIDE_REDIS_URL"] == {"secretKeyRef": {"name": "broker", "key": "redis-url"}}
         assert environment(pod).get("SEMANTIDE_API_KEYS") == ({"secretKeyRef": {"name": "keys", "key": "api-keys"}} if "-api" in name else None)
@@ -207,12 +228,19 @@ def test_settings_arrive_as_they_were_written(render: Render, full: str, monkeyp
     assert settings.import_folders == [Path("/data/uploads"), Path("/data/uploads")]
 
 
-def test_the_schema_knows_every_setting(lint: ModuleType) -> None:
-    schema = json.loads((lint.CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
-    expected = {
-        re.sub(r"_(\w)", lambda found: found[1].upper(), name): field.description for name, field in Settings.model_fields.items() if name not in OWN_SETTINGS
-    }
-    assert {name: entry["description"] for name, entry in schema.items()} == expected
+def test_the_schema_knows_every_setting(lint: ModuleType, environment_table: ModuleType) -> None:
+    shown = json.loads((lint.CHART / "values.schema.json").read_text())["properties"]["settings"]["properties"]
+    assert shown == environment_table.schema(Settings), "run `python tests/charts/environment_table.py`"
+
+
+def test_the_readme_is_current(values_table: ModuleType) -> None:
+    assert values_table.PAGE.read_text() == values_table.page(), "run `python tests/charts/values_table.py`"
+
+
+def test_every_value_is_explained(values_table: ModuleType) -> None:
+    for line in values_table.page().splitlines():
+        if line.startswith("| `"):
+            assert len(line.split("|")[-2].strip()) > 3, line
 
 
 def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
@@ -224,8 +252,7 @@ def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
 
 @pytest.mark.parametrize(("profile", "resource"), [("nvidia", "nvidia.com/gpu"), ("ascend", "huawei.com/Ascend910")])
 def test_training_takes_the_accelerator(render: Render, profile: str, resource: str) -> None:
-    deployments = of_kind(render(profile), "Deployment")
-    for name, deployment in deployments.items():
+    for name, deployment in rooms_of(render(profile)).items():
         resources = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
         expected = "1" if name == "shop-semantide-worker-training" else None
         assert (resources["requests"].get(resource), resources["limits"].get(resource)) == (expected, expected)
@@ -235,7 +262,7 @@ def test_training_takes_the_accelerator(render: Render, profile: str, resource: 
 
 
 def test_one_node_volumes_keep_pods_together(render: Render) -> None:
-    for deployment in of_kind(render(), "Deployment").values():
+    for deployment in rooms_of(render()).values():
         template = deployment["spec"]["template"]
         term = template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
         # The first pod of all is only let through where it matches its own term.
@@ -243,7 +270,7 @@ def test_one_node_volumes_keep_pods_together(render: Render) -> None:
 
 
 def test_a_null_leaves_a_room_out(render: Render) -> None:
-    deployments = of_kind(render("", "--set", "workers.training=null,workers.serving.replicas=0,workers.ingestion.replicas=null"), "Deployment")
+    deployments = rooms_of(render("", "--set", "workers.training=null,workers.serving.replicas=0,workers.ingestion.replicas=null"))
     replicas = {name.removeprefix("shop-semantide-"): deployment["spec"]["replicas"] for name, deployment in deployments.items()}
     assert replicas == {"api": 1, "worker-ingestion": 1, "worker-tokenization": 1, "worker-negatives": 1, "worker-serving": 0}
 
@@ -253,7 +280,10 @@ def test_the_ingress_leads_where_it_says(render: Render, full: str) -> None:
     rule = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]
     targets = {path["path"]: path["backend"]["service"]["name"] for path in rule["http"]["paths"]}
     assert targets == {"/": "shop-semantide-api", "/v1/recommendations": "shop-semantide-api-serving"}
-    assert set(targets.values()) == set(of_kind(manifests, "Service"))
+    assert set(targets.values()) == set(of_kind(manifests, "Service")) - {"shop-semantide-metrics"}
+    route = of_kind(manifests, "HTTPRoute")["shop-semantide"]["spec"]
+    assert route["parentRefs"] == [{"name": "public", "namespace": "gateways"}] and route["hostnames"] == ["shop.example"]
+    assert {rule["matches"][0]["path"]["value"]: rule["backendRefs"][0]["name"] for rule in route["rules"]} == targets
 
 
 def test_notes_have_three_commands(lint: ModuleType) -> None:
@@ -280,6 +310,12 @@ def test_notes_have_three_commands(lint: ModuleType) -> None:
         (["--set", "redisUrlSecret=mine"], ['redisUrlSecret is "mine"', "redisEnabled=false"]),
         (["--set", "ingressEnabled=true,ingressPaths./x=serving"], ["/x", '"serving"', "not in apis (all)"]),
         (["--set", "ingressEnabled=true,ingressTlsSecret=x"], ["ingressHost is empty"]),
+        (["--set", "httpRouteEnabled=true"], ["httpRouteGateways is empty", "{public: {namespace: gateways}}"]),
+        (["--set", "serviceMonitorEnabled=true"], ["metricsEnabled is false", "metricsEnabled=true"]),
+        (["--set", "autoscaler=keda,apis.all.maxReplicas=3"], ["kedaPrometheusAddress is empty", "http://prometheus"]),
+        (["--set", "apis.all.maxReplicas=3,apis.all.minReplicas=4"], ["api-all", "minReplicas is 4", "above maxReplicas 3"]),
+        (["--set", "operatorProfile=gpu"], ["/operatorProfile", "nvidia"]),
+        (["--set", "operatorResourceName=Ascend910"], ["/operatorResourceName"]),
     ],
 )
 def test_wrong_values_are_named(refuse: Refuse, options: list[str], words: list[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.retriever import Retriever, RetrieverConfig
 
 NUM_ITEMS, NUM_USERS = 40, 30
 
@@ -69,3 +70,16 @@ def model(store: ArtifactStore, tmp_path: Path, catalog: str) -> str:
     card = {"model_type": "generator", "catalog": catalog, "tokenizer_digest": "f" * 64, "level_sizes": [5, 8], "max_items": 20}
     (folder / "semantide.json").write_text(json.dumps(card))
     return store.put("models", folder)
+
+
+@pytest.fixture
+def retriever(store: ArtifactStore, tmp_path: Path) -> str:
+    torch.manual_seed(4)
+    model = Retriever(RetrieverConfig(hidden_size=16, num_layers=1, num_heads=2, max_items=5, time_buckets=16))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    # In another order than the data set's, without its last item, and with one that the data set lacks.
+    items = [f"item-{row}" for row in range(NUM_ITEMS - 2, -1, -1)] + ["gone"]
+    model.save_pretrained(tmp_path / "retriever", torch.randn(len(items), 16), items)
+    (tmp_path / "retriever" / "semantide.json").write_text(json.dumps({"model_type": "retriever", "max_items": 5}))
+    return store.put("models", tmp_path / "retriever")

@@ -22,6 +22,8 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, JobCancelled
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, Jobs
+from semantide.shared.models.retriever import ItemVectors, Retriever
+from semantide.shared.models.retriever_search import ExactSearch
 from semantide.shared.negative_shards import NegativeShards, ShardBoard, shard_key
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 from semantide.shared.queues import queue_name
@@ -182,6 +184,31 @@ def test_beams_hold_items_that_the_user_did_not_have_before(room: Room, store: A
     assert (shard[:, 2:] >= 0).any()
 
 
+def test_of_a_retriever_the_best_items_are_taken_that_the_user_did_not_have(room: Room, store: ArtifactStore, dataset: str, retriever: str) -> None:
+    outcome = job.run(context(room, inputs={"dataset": dataset, "model": retriever}, config={"width": 6, "points": 3, "batch": 7}))
+    lists = BeamLists.load(store.get(outcome.artifacts["beams"]))
+    assert outcome.result["catalog"] is None and outcome.result["histories"] == len(lists.cuts_C) > 40
+    data = Dataset.load(store.get(dataset))
+    events, seconds_E = TrainingEvents.of(data), np.concatenate([*data.train_times()]) // 1000
+    folder = store.get(retriever)
+    table = ItemVectors.load(folder)
+    search = ExactSearch(Retriever.from_pretrained(folder), lambda: table.vectors_ND, 5)
+    names = np.array(data.item_ids)
+    for cut, row in zip(lists.cuts_C.tolist(), lists.rows_CW.tolist(), strict=True):
+        first = int(np.argmax(events.users_E == events.users_E[cut]))
+        before, moments = names[events.rows_E[first:cut]].tolist(), seconds_E[first:cut]
+        known = [place for place, item in enumerate(before) if item in table.item_ids]
+        if not known:
+            assert row == [-1] * 6
+            continue
+        history = np.array([table.item_ids.index(before[place]) for place in known])
+        ranked = search.scores([history], [moments[known]])[0].argsort(descending=True).tolist()
+        expected = [item for item in (table.item_ids[place] for place in ranked) if item not in before and item != "gone"]
+        assert names[row].tolist() == expected[:6]
+    wanted = NegativesWanted(dataset=dataset, beams=outcome.artifacts["beams"], mix={"beams": 3}, seed=1)
+    assert (NegativeSource.of(wanted, store).shard(1, 0, 0) >= 0).any(), "what was found can be trained on"
+
+
 def test_a_cancelled_search_goes_on_where_it_was(room: Room, dataset: str, catalog: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_CHUNK_CUTS", 8)
     inputs = {"dataset": dataset, "catalog": catalog, "model": model}
@@ -224,12 +251,14 @@ def test_a_wrong_job_names_what_is_wrong(room: Room, store: ArtifactStore, datas
     folder.mkdir()
     (folder / "semantide.json").write_text(json.dumps({"model_type": "sasrec"}))
     sasrec = store.put("models", folder)
+    (folder / "semantide.json").write_text(json.dumps({"model_type": "generator"}))
+    homeless = store.put("models", folder)
     for spec, error, text in (
         ({"inputs": {}}, BadData, "got inputs none"),
         ({"inputs": {"dataset": dataset}, "config": {"wide": 3}}, BadData, "'wide' is unknown"),
         ({"inputs": {"dataset": dataset}, "config": {"width": 0}}, BadData, "width is 0"),
-        ({"inputs": {"dataset": dataset, "catalog": catalog, "model": sasrec}}, Conflict, "only a generator has beams"),
-        ({"inputs": {"dataset": dataset, "model": sasrec}}, Conflict, "without a catalog"),
+        ({"inputs": {"dataset": dataset, "catalog": catalog, "model": sasrec}}, Conflict, "is a sasrec: name a generator"),
+        ({"inputs": {"dataset": dataset, "model": homeless}}, Conflict, "without a catalog"),
     ):
         with pytest.raises(error, match=text):
             job.run(context(room, **spec))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from semantide.services.serving import tasks
 from semantide.services.serving.registry import Registry
 from semantide.services.serving.retrieval import fused
+from semantide.services.serving.service import Service
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import Interaction, ModelTrained
 from semantide.shared.history import Histories
@@ -115,6 +118,60 @@ def test_lists_are_joined_and_pages_go_on(server: Server, world: World) -> None:
     following = server.recommend(cursor=page["cursor"]).json()
     assert names(page) + names(following) == names(answer)[:8]
     assert server.recommend(history=["i1"], n=12).json()["source"] == "generator"
+
+
+def test_the_retriever_ranks_while_the_generator_searches(server: Server, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.client.post("/v1/serving/promote", json={"model": add_retriever(world)})
+    expected = names(server.recommend(history=["i1"], n=12, source="both").json())
+    submit, retrieve, asked = server.service.submit, server.service.retrieve, threading.Event()
+
+    def search_ends_after_the_retriever_was_asked(*given: Any) -> Any:
+        found, held = submit(*given), Future[Any]()
+        threading.Thread(target=lambda: held.set_result(found.result(60)) if asked.wait(60) else held.set_exception(TimeoutError())).start()
+        return held
+
+    def retriever_is_asked(*given: Any) -> Any:
+        asked.set()
+        return retrieve(*given)
+
+    monkeypatch.setattr(server.service, "submit", search_ends_after_the_retriever_was_asked)
+    monkeypatch.setattr(server.service, "retrieve", retriever_is_asked)
+    answer = server.recommend(history=["i1"], n=12, source="both")
+    assert answer.status_code == 200 and names(answer.json()) == expected
+
+
+def test_a_broken_generator_leaves_the_process_ready_where_a_retriever_answers(world: World) -> None:
+    pair, ref = world.live(0), add_retriever(world)
+    (world.room.store.get(pair.model) / "model.safetensors").unlink()
+    with Server(world.room) as server:
+        wait_until(lambda: server.service.swapper.status.error)
+        assert server.client.get("/readyz").status_code == 503
+        server.client.post("/v1/serving/promote", json={"model": ref})
+        ready = server.client.get("/readyz")
+        assert ready.status_code == 200
+        (state,) = ready.json()["state"]
+        assert "cannot be loaded" in state and f"{ref} answers in its place" in state
+        for source in ("auto", "both"):
+            answer = server.recommend(history=["i1"], source=source).json()
+            assert (answer["source"], answer["model"]) == ("retriever", ref) and "no generator" in answer["fallback"]
+        assert server.recommend(history=["i1"], source="generator").status_code == 503
+        world.room.settings.serving_source = "generator"
+        assert server.client.get("/readyz").status_code == 503
+        world.room.settings.serving_source = "retriever"
+        assert server.client.get("/readyz").json()["state"] == [f"serving {ref}"]
+
+
+def test_a_process_is_ready_once_the_retriever_that_is_wanted_answers(world: World) -> None:
+    Registry(world.room.broker).retrieve(ref := add_retriever(world))
+    service = Service(world.room.settings, world.room.broker, world.room.store)
+    assert service.ready() == (False, "serving: the retriever is being loaded")
+    service.retrievers.poll()
+    assert service.ready() == (True, f"serving {ref}; no generator is live yet")
+    Registry(world.room.broker).retrieve(add_retriever(world, broken=True))
+    unlucky = Service(world.room.settings, world.room.broker, world.room.store)
+    unlucky.retrievers.poll()
+    fine, why = unlucky.ready()
+    assert not fine and "not numbers" in why
 
 
 def test_a_broken_retriever_changes_nothing(server: Server, world: World) -> None:

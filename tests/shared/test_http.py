@@ -123,6 +123,8 @@ def test_health_says_what_is_wrong(make_room: Callable[[str], Any]) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
     answer = client.get("/readyz")
     assert answer.status_code == 503 and answer.json()["problems"] == ["serving: no model could be loaded"]
+    fine = TestClient(build_app([room], [], [lambda: (True, "serving model 7")])).get("/readyz")
+    assert fine.status_code == 200 and fine.json() == {"status": "ok", "problems": [], "state": ["serving model 7"]}
 
 
 def test_keys_beyond_loopback_must_be_configured(tmp_path: Any) -> None:

@@ -56,9 +56,11 @@ class Noted:
         return loss
 
 
-def trained(world: World, folder: Path, lengths: list[int], *, fault: Any = None, wrong_item: int = 0, table: bool = False, max_items: int = 50) -> Trainer:
+def trained(
+    world: World, folder: Path, lengths: list[int], *, fault: Any = None, wrong_item: int = 0, table: bool = False, max_items: int = 50, batch: int = 60
+) -> Trainer:
     torch.manual_seed(0)
-    config: TrainConfig = replace(tiny(), epochs=2, items_per_batch=60, max_items=max_items, warmup_steps=2, log_every=1, skip_rate=0.0)
+    config: TrainConfig = replace(tiny(), epochs=2, items_per_batch=batch, max_items=max_items, warmup_steps=2, log_every=1, skip_rate=0.0)
     histories = [(user + np.arange(length)) % ITEMS for user, length in enumerate(lengths)]
     if wrong_item:
         histories[-1][0] = wrong_item
@@ -86,11 +88,16 @@ def finished(trainer: Trainer, folder: Path, world: World) -> None:
 
 
 def uneven(world: World, folder: Path, argument: str) -> None:
-    """``RANK:STEP`` is killed there; without an argument the run goes on to its end."""
+    """``RANK:STEP`` is killed there, ``host:STEP`` with the agent that started it and all its ranks; without an argument the run goes on to its end."""
     whom, _, when = argument.partition(":")
 
     def fault(step: int, rank: int) -> None:
-        if argument and (rank, step) == (int(whom), int(when)):
+        if argument and step == int(when) and whom == "host":
+            agent = os.getppid()
+            others = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+            for process in (agent, *(int(other) for other in others if int(other) != os.getpid()), os.getpid()):
+                os.kill(process, signal.SIGKILL)
+        elif argument and whom != "host" and (rank, step) == (int(whom), int(when)):
             os.kill(os.getpid(), signal.SIGKILL)
 
     lengths = [int(length) for length in np.random.default_rng(2).geometric(0.2, 101 + 57).clip(1, 40)]
@@ -205,15 +212,19 @@ def outside(world: World, folder: Path, argument: str) -> None:
 
 
 def lengths(world: World, folder: Path, argument: str) -> None:
-    """``long``: one history alone is longer than a batch may be; ``ones``: every history has one item."""
-    chosen = [1] * 90 if argument == "ones" else [200, *[5] * 30]
-    finished(trained(world, folder, chosen, max_items=300) if argument == "long" else trained(world, folder, chosen), folder, world)
+    """``long``: one history alone is longer than a batch may be; ``ones``: every history has one item; ``uneven``: 57 samples cost as much as the other 101."""
+    trainer = {
+        "long": lambda: trained(world, folder, [200, *[5] * 30], max_items=300),
+        "ones": lambda: trained(world, folder, [1] * 90),
+        "uneven": lambda: trained(world, folder, [45, *[1] * 157], batch=300),
+    }[argument]()
+    finished(trainer, folder, world)
 
 
 def launched(folder: Path, argument: str) -> None:
     """One rank that an agent started; the fault comes in the first attempt alone."""
     world = World.join("cpu", timeout_seconds=120)
-    first = not (folder / f"began-{world.rank}").exists()
+    first = argument.startswith("host") or not (folder / f"began-{world.rank}").exists()
     (folder / f"began-{world.rank}").touch()
     uneven(world, folder, argument if first else "")
     world.close()

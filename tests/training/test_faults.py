@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from semantide.services.training.launch import Launch, launch
+from semantide.shared.broker import free_port
 
 SCRIPT = Path(__file__).with_name("fault_run.py")
 
@@ -71,7 +72,7 @@ def run(ranks: Ranks, folder: Path, number: int, size: int, argument: str = "") 
 
 
 def test_every_sample_is_consumed_once_an_epoch_across_kills_and_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """101 + 57 samples; killed on 2 ranks, then on 3, then on 1, and ended on 2."""
+    """158 samples; killed on 2 ranks, then on 3, then on 1, and ended on 2."""
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     assert run(ranks, alone, 0, 1) == [0]
     for number, (size, argument) in enumerate([(2, "1:3"), (3, "0:9"), (1, "0:12"), (2, "")]):
@@ -148,3 +149,49 @@ def test_odd_lengths_train_as_on_one_rank(ranks: Ranks, tmp_path: Path, kind: st
     assert ranks("lengths", 3, tmp_path / "3", kind) == [0, 0, 0]
     one, other = result(tmp_path / "1"), result(tmp_path / "3", 2)
     assert other["losses"] == pytest.approx(one["losses"], rel=1e-9)
+
+
+def test_101_samples_on_one_rank_and_57_on_the_other_train_as_on_one(ranks: Ranks, tmp_path: Path) -> None:
+    """One long history and 56 of one item cost what 101 of one item do."""
+    assert ranks("lengths", 1, tmp_path / "1", "uneven") == [0]
+    assert ranks("lengths", 2, tmp_path / "2", "uneven") == [0, 0]
+    steps = [[json.loads(line) for line in path.read_text().splitlines()] for path in (tmp_path / "2").glob("ledger-*.jsonl")]
+    for epoch in (0, 1):
+        consumed = [[sample for number, _, samples, _ in rank if number == epoch for sample in samples] for rank in steps]
+        assert sorted(map(len, consumed)) == [57, 101]
+        assert sorted(sum(consumed, [])) == list(range(158))
+    one = result(tmp_path / "1")
+    for rank in range(2):
+        other = result(tmp_path / "2", rank)
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-9) and other["total"] == pytest.approx(one["total"], rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks_each", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path: Path, ranks_each: int) -> None:
+    """Two agents of torchrun, as on two hosts; one is killed with all that it started, and another one takes its place."""
+    folder = tmp_path / "together"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+    port = free_port()
+
+    def agent(leads: bool, argument: str) -> subprocess.Popen[bytes]:
+        options = f"--nnodes=2 --nproc-per-node={ranks_each} --max-restarts=3 --rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.1"
+        patience = f"--rdzv-conf=is_host={int(leads)},keep_alive_interval=1,keep_alive_max_attempt=8"
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument], env=environment, stdin=subprocess.DEVNULL
+        )
+
+    hosts = [agent(True, ""), agent(False, "host:5")]
+    try:
+        assert hosts[1].wait(200) == -9
+        hosts.append(agent(False, ""))
+        assert [host.wait(200) for host in (hosts[0], hosts[2])] == [0, 0]
+    finally:
+        for host in hosts:
+            host.terminate()
+            host.wait(60)
+    assert run(ranks, tmp_path / "alone", 0, 1) == [0]
+    one = result(tmp_path / "alone")
+    for rank in range(2 * ranks_each):
+        other = result(folder, rank)
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-9) and other["total"] == pytest.approx(one["total"], rel=1e-9)

@@ -1,0 +1,70 @@
+"""Takes out of installed packages what no process of ours reads: ``python docker/trim.py FOLDER...`` in a build, with binutils beside it.
+
+Test suites, C and C++ headers, static libraries and programs that only serve to build or test; libraries of pyarrow for protocols that nobody here speaks;
+symbol tables of shared libraries, which only debuggers read. What is left is imported at the end of the build, so a wrong cut ends it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_PATTERNS = (
+    "torch/test",
+    "torch/include",
+    "torch/share",
+    "torch/lib/*test*.so",
+    "pyarrow/include",
+    "pyarrow/src",
+    "pyarrow/libarrow_flight.so*",
+    "pyarrow/libarrow_substrait.so*",
+    "pyarrow/_flight*.so",
+    "pyarrow/_substrait*.so",
+    "pyarrow/*.pyx",
+    "pyarrow/*.pxi",
+    "numpy/_core/include",
+    "kubernetes/aio",
+    "kubernetes/e2e_test",
+)
+# Their suites are folders of this name at any depth. A package of ours or torch's own tests are found by name above.
+_WITH_TESTS = ("numpy", "scipy", "sklearn", "sympy", "networkx", "pyarrow", "pandas", "joblib", "threadpoolctl")
+_PROGRAMS_KEPT = ("torch_shm_manager",)
+
+
+def unread(site: Path) -> Iterator[Path]:
+    """Files and folders below one site-packages that may go."""
+    for pattern in _PATTERNS:
+        yield from site.glob(pattern)
+    for package in _WITH_TESTS:
+        if (site / package).is_dir():
+            yield from (path for path in (site / package).rglob("tests") if path.is_dir())
+    yield from (path for path in site.glob("torch/bin/*") if path.name not in _PROGRAMS_KEPT)
+    yield from site.rglob("*.a")
+
+
+def trim(site: Path) -> int:
+    """Remove it; the bytes that were freed."""
+    freed = 0
+    for path in list(unread(site)):
+        if path.is_dir() and not path.is_symlink():
+            freed += sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+            shutil.rmtree(path)
+        elif path.exists() or path.is_symlink():
+            freed += path.lstat().st_size
+            path.unlink()
+    if strip := shutil.which("strip"):
+        for library in (path for path in site.rglob("*.so*") if path.is_file() and not path.is_symlink()):
+            before = library.stat().st_size
+            # A library that strip does not understand stays as it is.
+            subprocess.run([strip, "--strip-unneeded", str(library)], check=False, capture_output=True)
+            freed += before - library.stat().st_size
+    return freed
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        for packages in Path(folder).rglob("site-packages"):
+            sys.stdout.write(f"{packages}: {trim(packages) / 1e6:.0f} MB freed\n")

@@ -1,0 +1,134 @@
+// What every kernel is called with, field by field as kernels/native.py packs it; strides count floats. Included once, in an unnamed namespace.
+
+constexpr double kLowest = -1e300;  // of a valid candidate; only padding lies below it
+
+struct BeamAttention {
+  int64_t requests, width, heads, groups, share, size, steps, own_rows;
+  const float* q;
+  int64_t q_request, q_beam, q_head;
+  const float *prompt_k, *prompt_v;
+  int64_t prompt_k_row, prompt_k_head, prompt_v_row, prompt_v_head;
+  const int64_t* offsets;
+  const float *own_k, *own_v;
+  int64_t own_k_row, own_k_head, own_v_row, own_v_head;
+  const int64_t* ancestors;
+  float* out;
+  float scale;
+};
+
+struct PrefixAttention {
+  int64_t sequences, heads, groups, share, size;
+  const float* q;
+  int64_t q_row, q_head;
+  const int64_t* new_offsets;
+  const float *k, *v;
+  int64_t k_row, k_head, v_row, v_head;
+  const int64_t* offsets;
+  float* out;
+  float scale;
+};
+
+struct NormaliseRows {
+  int64_t rows, size, x_row;
+  const float *x, *weight;
+  float* out;
+  float eps;
+};
+
+struct TurnRows {
+  int64_t rows, heads, size, x_row, x_head;
+  const float *x, *weight, *cosine, *sine;  // weight is null without a normalisation
+  float* out;
+  float eps;
+};
+
+struct GateRows {
+  int64_t rows;  // of one number each
+  const float *gate, *up;
+  float* out;
+};
+
+struct BeamSelect {
+  int64_t requests, width, room, num_codes, num_nodes, among_children;
+  const float* logits;
+  const int64_t *nodes, *live;
+  const double* scores;
+  const int64_t *widths, *offsets, *codes;
+  const int64_t *leaf_bounds, *child_bounds;
+  const int32_t* counts;  // null without a filter
+  int64_t num_leaves;
+  const int64_t *mask_of, *owners, *excluded;
+  int64_t num_excluded;
+  int64_t *out_parents, *out_codes, *out_nodes;
+  double *out_scores, *out_steps;
+  int64_t *kept, *dead_ends;
+  double* dropped;
+  int64_t *children, *visited;
+};
+
+struct SampledSoftmax {
+  int64_t targets, rows, negatives, partners, size, kind, wide, as_logits, known;  // kind: 0 float32, 1 float16, 2 int8; wide: 64-bit rows
+  const float* hidden;
+  const void* table;
+  const float* scales;  // null but for int8
+  const int64_t* positives;
+  const void* chosen;
+  const float* shift;  // null without a correction
+  const int64_t *takers, *sequences, *known_first, *known_begin;
+  float* sums;
+  const float *totals, *weights;
+  float *hidden_grad, *table_grad;
+  float factor, log_draws;
+};
+
+// A half-precision number; the shift of the exponent is a product, which makes numbers below the normal ones right too.
+inline float half_number(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, rest = static_cast<uint32_t>(bits & 0x7fffu) << 13;
+  const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u | rest : 0;
+  float value;
+  std::memcpy(&value, &rest, 4);
+  value *= 5.192296858534828e33f;  // 2^112
+  uint32_t number;
+  std::memcpy(&number, &value, 4);
+  number = (special ? special : number) | sign;
+  std::memcpy(&value, &number, 4);
+  return value;
+}
+#include "jagged_fusion_plan.h"
+
+struct GatherRows {
+  int64_t count, size;
+  const float* weight;
+  const int64_t* ids;
+  float* out;
+};
+
+// Places of `values` in the order of their segments; without an order each segment is one row.
+struct RowSegments {
+  int64_t count, size;
+  const float* values;
+  const int64_t *order, *starts;
+  float* out;
+};
+
+struct RowStep {
+  RowSegments segments;
+  int64_t kind;  // 0 row-wise Adagrad, 1 row-wise Adam, 2 Adam
+  const int64_t* ids;
+  float *weight, *row_state, *first, *second, *steps;
+  float rate, beta1, beta2, eps;
+};
+
+// `bits` is all zero before and after; `ranks` has one number for each of its words.
+struct UniqueIds {
+  int64_t count, rows;
+  const int64_t* ids;
+  uint64_t* bits;
+  int64_t *ranks, *unique, *inverse;
+};
+
+struct SegmentOrder {
+  int64_t count, segments;
+  const int64_t* inverse;
+  int64_t *starts, *order;
+};

@@ -1,0 +1,193 @@
+"""Growing, metrics, alerts and the dashboard: what the chart makes, and that alerts and plots ask for figures which exist."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILES = REPOSITORY / "charts" / "semantide" / "files"
+Manifest = dict[str, Any]
+Render = Callable[..., list[Manifest]]
+# What Prometheus' exporters add to a name.
+_UNITS = {"s": "seconds", "By": "bytes"}
+_SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
+
+
+def made_metrics() -> dict[str, set[str]]:
+    """Every metric that the code makes, by the name that collectors see -> label names that the code gives it."""
+    found: dict[str, set[str]] = {}
+    for folder in ("shared", "services", "operators"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+                name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+                words = [argument.value for argument in call.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)]
+                if not words or not words[0].startswith("semantide_"):
+                    continue
+                unit = next((word.value.value for word in call.keywords if word.arg == "unit" and isinstance(word.value, ast.Constant)), None)
+                unit = unit or (words[2] if name == "gauge" and len(words) > 2 else "")
+                exported = words[0]
+                if (ending := _UNITS.get(unit, unit)) and not exported.endswith(ending):
+                    exported += f"_{ending}"
+                if "counter" in name.lower():
+                    exported = f"{exported.removesuffix('_total')}_total"
+                found[exported] = set(words[2:3])
+    return found
+
+
+def asked(expression: str) -> Iterator[str]:
+    yield from re.findall(r"\b(semantide_[a-z_]+)", expression)
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def test_every_metric_that_is_asked_for_exists() -> None:
+    made = made_metrics()
+    assert "semantide_recommendations_total" in made and "semantide_ingestion_flush_seconds" in made and "semantide_kv_bytes" in made
+    for title, expression in expressions():
+        for name in asked(expression):
+            base = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix) and name.removesuffix(suffix) in made), name)
+            assert base in made, f"{title} asks for {name}, which nothing shows"
+
+
+def test_panels_have_a_place_of_their_own() -> None:
+    places = [panel["gridPos"] for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]]
+    cells = [(x, y) for place in places for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) == 23
+
+
+def test_alerts_say_what_to_do() -> None:
+    for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert len(rule["annotations"]["description"]) > 40 and rule["annotations"]["summary"], rule["alert"]
+
+
+METRICS = ("--set", "metricsEnabled=true,serviceMonitorEnabled=true,prometheusRuleEnabled=true,grafanaDashboardEnabled=true,metricsNamespaces.monitoring=true")
+
+
+def test_alerts_and_dashboard_arrive_as_they_are(render: Render) -> None:
+    manifests = render("", *METRICS)
+    assert of_kind(manifests, "PrometheusRule")["shop-semantide"]["spec"] == yaml.safe_load((FILES / "alerts.yaml").read_text())
+    board = of_kind(manifests, "ConfigMap")["shop-semantide-dashboard"]
+    assert json.loads(board["data"]["semantide.json"]) == json.loads((FILES / "dashboard.json").read_text())
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_a_collector_reaches_every_process(render: Render) -> None:
+    manifests = render("", *METRICS)
+    for name, deployment in of_kind(manifests, "Deployment").items():
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        assert "metrics" in {port["name"] for port in container["ports"]}, name
+    service = of_kind(manifests, "Service")["shop-semantide-metrics"]
+    monitor = of_kind(manifests, "ServiceMonitor")["shop-semantide"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    for name, policy in of_kind(manifests, "NetworkPolicy").items():
+        if not name.endswith("-redis"):
+            rule = next(rule for rule in policy["spec"]["ingress"] if rule["ports"] == [{"port": "metrics"}])
+            assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule["from"], name
+
+
+def test_without_metrics_nothing_listens_for_collectors(render: Render) -> None:
+    manifests = render()
+    assert "shop-semantide-metrics" not in of_kind(manifests, "Service") and not of_kind(manifests, "ServiceMonitor")
+    for name, policy in of_kind(manifests, "NetworkPolicy").items():
+        if "-worker-" in name:
+            assert "ingress" not in policy["spec"], name
+
+
+def test_what_grows_has_no_fixed_number(render: Render) -> None:
+    manifests = render("", "--set", "apis.all.minReplicas=2,apis.all.maxReplicas=6,apis.all.targetCpuPercent=55")
+    assert "replicas" not in of_kind(manifests, "Deployment")["shop-semantide-api"]["spec"]
+    scaler = of_kind(manifests, "HorizontalPodAutoscaler")["shop-semantide-api"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"], scaler["metrics"][0]["resource"]["target"]["averageUtilization"]) == (2, 6, 55)
+    assert scaler["scaleTargetRef"]["name"] in of_kind(manifests, "Deployment")
+    assert not of_kind(render(), "HorizontalPodAutoscaler")
+
+
+def test_keda_counts_requests_and_jobs(render: Render) -> None:
+    options = "autoscaler=keda,kedaPrometheusAddress=http://prometheus:9090,apis.all.maxReplicas=6,workers.training.maxReplicas=3"
+    manifests = render("", "--set", options)
+    assert not of_kind(manifests, "HorizontalPodAutoscaler")
+    scaled = of_kind(manifests, "ScaledObject")
+    queries = {name: [t["metadata"]["query"] for t in each["spec"]["triggers"] if t["type"] == "prometheus"] for name, each in scaled.items()}
+    assert set(queries) == {"shop-semantide-api", "shop-semantide-worker-training"}
+    assert "semantide_serving_queue" in queries["shop-semantide-api"][0] and 'room="training"' in queries["shop-semantide-worker-training"][0]
+    assert {name for query in queries.values() for name in asked(query[0])} <= set(made_metrics())
+
+
+def test_a_budget_never_holds_up_a_single_replica(render: Render) -> None:
+    assert not of_kind(render(), "PodDisruptionBudget")
+    budgets = of_kind(render("", "--set", "apis.all.replicas=3,workers.ingestion.minReplicas=2,workers.ingestion.maxReplicas=4"), "PodDisruptionBudget")
+    assert set(budgets) == {"shop-semantide-api", "shop-semantide-worker-ingestion"}
+    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets.values())
+    assert not of_kind(render("", "--set", "apis.all.replicas=3,disruptionBudgetEnabled=false"), "PodDisruptionBudget")
+
+
+def test_older_servers_get_no_objects_that_they_lack(lint: ModuleType) -> None:
+    folder = lint.CHART / "templates"
+    for kind, api in (("HorizontalPodAutoscaler", "autoscaling/v2"), ("PodDisruptionBudget", "policy/v1")):
+        template = next(path.read_text() for path in folder.glob("*.yaml") if f"kind: {kind}" in path.read_text())
+        assert f'.Capabilities.APIVersions.Has "{api}"' in template, kind
+
+
+@pytest.mark.parametrize(("live", "items", "status", "words"), [
+    ({"model": "models/a"}, [{"item": "x"}, {"item": "y"}], 0, "recommends x, y"),
+    ({"model": None, "retriever": None}, [], 0, "no model is live yet"),
+    ({"model": "models/a"}, [], 1, "recommended nothing: filters"),
+])  # fmt: skip
+def test_helm_test_asks_for_a_recommendation(render: Render, live: Manifest, items: list[Manifest], status: int, words: str) -> None:
+    import os
+    import subprocess
+    import sys
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    seen: list[tuple[str, str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            seen.append((self.path, self.headers["Authorization"]))
+            body = json.dumps({"/v1/serving/live": live, "/v1/recommendations": {"items": items, "short_reason": "filters"}}.get(self.path, {})).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    pod = of_kind(render(), "Pod")["shop-semantide-api-test"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    program, *arguments, address = pod["spec"]["containers"][0]["command"]
+    assert (program, address) == ("python", "http://shop-semantide-api:8000")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [sys.executable, *arguments, f"http://127.0.0.1:{server.server_address[1]}"]
+        outcome = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "SEMANTIDE_API_KEYS": "first,second"})
+        server.shutdown()
+    assert outcome.returncode == status and words in outcome.stdout + outcome.stderr
+    assert seen[0][0] == "/readyz" and all(key == "Bearer first" for _, key in seen)
+    assert ("/v1/recommendations" in {path for path, _ in seen}) == bool(live["model"])

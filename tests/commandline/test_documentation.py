@@ -1,0 +1,36 @@
+"""What the pages say of the command line and the tree is so."""
+
+import re
+from pathlib import Path
+
+import typer
+
+from semantide.services.commandline.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_names_every_verb_and_no_other() -> None:
+    group = typer.main.get_command(app)
+    verbs = {f"{name} {inner}" if inner else name for name, command in group.commands.items() for inner in getattr(command, "commands", {"": None})}  # type: ignore[attr-defined]
+    told: set[str] = set()
+    page = (ROOT / "docs" / "operations.md").read_text().split("## The command line")[1].split("\n## ")[0]
+    for cell in re.findall(r"^\| (`semantide .*?) \|", page, re.MULTILINE):
+        first, *others = [" ".join(word for word in name.split() if word.islower()) for name in re.findall(r"`(?:semantide )?(.*?)`", cell)]
+        before, _, _ = first.rpartition(" ")
+        told |= {first, *(f"{before} {other}".strip() for other in others)}
+    assert told == verbs
+
+
+def test_the_readme_shows_the_tree_as_it_is() -> None:
+    text = (ROOT / "README.md").read_text()
+    tree = text.split("## The tree")[1].split("```")[1]
+    shown, folder = set(), Path()
+    for indent, name in re.findall(r"^( *)(\S+?)/? ", tree, re.MULTILINE):
+        folder = folder if indent else Path(name)
+        shown.add(folder / name if indent else folder)
+    assert all((ROOT / path).exists() for path in shown)
+    packages = {path.parent.relative_to(ROOT) for room in ("kernels", "shared", "services") for path in (ROOT / room).glob("**/__init__.py")}
+    assert {path for path in packages if len(path.parts) < 3} <= shown
+    pages = next(line for line in tree.splitlines() if line.startswith("docs/"))
+    assert all(path.stem in pages for path in (ROOT / "docs").glob("*.md"))
