@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from semantide.operators.resources import ProfileName
+from semantide.operators.resources import RING_SIZE_LABEL, ProfileName
 
 
 @dataclass(frozen=True)
 class Profile:
     """One kind of device.
 
-    ``resource_name`` empty: CPU pods, which hold no device. ``ring_sizes``: NPUs per ring by the node's ``type_label``;
-    ``default_ring`` where the label says nothing (0: the whole node is one ring). ``aligned``: an allocation of 1, 2 or 4 stays inside
-    a ring and larger ones take whole rings. ``visible`` is the variable that programs read; ``device_class`` the one of dynamic resource allocation.
+    ``resource_name`` empty: CPU pods, which hold no device; others may have any name below ``vendor``. ``ring_sizes``: NPUs per ring by
+    patterns of the node's ``type_label``; ``default_ring`` where that says nothing (0: all NPUs of a node are one ring). ``aligned``: an
+    allocation up to a ring stays inside one. ``visible`` is the variable that programs read, ``device_class`` that of dynamic resource allocation.
     """
 
     name: ProfileName
+    vendor: str = ""
     resource_name: str = ""
     type_label: str = ""
-    ring_sizes: Mapping[str, int] = field(default_factory=dict)
+    ring_sizes: tuple[tuple[str, int], ...] = ()
     default_ring: int = 0
     aligned: bool = False
     visible: str = ""
     device_class: str = ""
+
+    def ring_size(self, labels: Mapping[str, str]) -> int:
+        """NPUs per ring of a node with these labels; 0 where all are one."""
+        if (said := labels.get(RING_SIZE_LABEL, "")).isdigit():
+            return int(said)
+        kind = labels.get(self.type_label, "")
+        return next((size for pattern, size in self.ring_sizes if re.fullmatch(pattern, kind)), self.default_ring)
 
     def device_names(self, npus: Sequence[int], resource_name: str = "") -> str:
         """What the annotation of the resource's name says of a pod's devices: ``Ascend910-0,Ascend910-1``."""
@@ -32,24 +41,18 @@ class Profile:
         return ",".join(f"{short}-{npu}" for npu in npus)
 
 
-# module-a3-16: 16 dies in 8 modules on one switch plane; module-910b-8: two rings of 4; 910-9392 trays follow the A3.
-_ASCEND_RINGS = {
-    "module": 4,
-    "half": 4,
-    "card": 1,
-    "module-910b-8": 4,
-    "module-910b-16": 8,
-    "card-910b-2": 2,
-    "card-910b-infer": 1,
-    "module-a3-16": 16,
-    "module-a3-8": 8,
-    "module-a3-16-super-pod": 16,
-    "module-a3-8-super-pod": 8,
-}
+# Two rings of four in the first training servers and in those of the 910B; the A3 and later have one switched plane.
+_ASCEND_RINGS = (
+    (r"module|half|module-\w+b-8|350-Atlas-4p-\d+", 4),
+    (r"module-\w+b-16", 8),
+    (r"card|card-\w+b-\w+", 1),
+    (r"module-a3-\d+(-super-pod)?|350-Atlas-\d+|[89]50-.*", 0),
+)
 
 PROFILES: dict[str, Profile] = {
     "ascend": Profile(
         name="ascend",
+        vendor="huawei.com/",
         resource_name="huawei.com/Ascend910",
         type_label="accelerator-type",
         ring_sizes=_ASCEND_RINGS,
@@ -58,7 +61,7 @@ PROFILES: dict[str, Profile] = {
         visible="ASCEND_VISIBLE_DEVICES",
         device_class="npu.huawei.com",
     ),
-    "nvidia": Profile(name="nvidia", resource_name="nvidia.com/gpu", visible="NVIDIA_VISIBLE_DEVICES", device_class="gpu.nvidia.com"),
+    "nvidia": Profile(name="nvidia", vendor="nvidia.com/", resource_name="nvidia.com/gpu", visible="NVIDIA_VISIBLE_DEVICES", device_class="gpu.nvidia.com"),
     "cpu": Profile(name="cpu"),
 }
 
@@ -71,3 +74,8 @@ def profile_of(name: str) -> Profile:
     if name not in PROFILES:
         raise ValueError(f"no profile {name!r}: one of {', '.join(PROFILES)}")
     return PROFILES[name]
+
+
+def profile_of_resource(resource_name: str) -> Profile:
+    """The profile of nodes that offer this resource; the plain one for names of unknown makers."""
+    return next((profile for profile in PROFILES.values() if profile.vendor and resource_name.startswith(profile.vendor)), PROFILES["cpu"])

@@ -20,7 +20,6 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 JOB_KIND, JOB_PLURAL = "NPUJob", "npujobs"
 SERVICE_KIND, SERVICE_PLURAL = "NPUService", "npuservices"
-FINALIZER = f"{GROUP}/pods"
 
 # Labels of pods and ConfigMaps that belong to a job or a service.
 MANAGED_BY_LABEL, MANAGED_BY = "app.kubernetes.io/managed-by", "semantide-operator"
@@ -31,6 +30,7 @@ ATTEMPT_LABEL = f"{GROUP}/attempt"  # counts the gangs of one job: its restarts,
 REVISION_LABEL = f"{GROUP}/revision"  # of a service's pod: which spec it runs
 
 # Annotations of pods.
+NODE_ANNOTATION = f"{GROUP}/node"  # where the operator put the pod, known before the scheduler binds it
 NPUS_ANNOTATION = f"{GROUP}/npus"  # indices on the pod's node, "0,1,2,3"
 ELASTIC_ANNOTATION = f"{GROUP}/world-size"  # pods in the gang that this one belongs to
 
@@ -173,8 +173,28 @@ class Progress(Part):
     stage: str = ""
 
 
+class NodeUntil(Part):
+    """A node that a job keeps off for a while, and why."""
+
+    node: str
+    until: str
+    reason: str = ""
+
+
+class SlowNode(Part):
+    """A node on which a gang's pod needed longer than the others: its step time over their median."""
+
+    node: str
+    ratio: float
+
+
 class NPUJobStatus(Part):
-    """What the operator says of a job."""
+    """What the operator says of a job.
+
+    ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
+    ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of. It stands in line since ``queue_time``
+    and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited.
+    """
 
     phase: JobPhase = "Pending"
     conditions: tuple[Condition, ...] = ()
@@ -187,7 +207,17 @@ class NPUJobStatus(Part):
     restart_time: str | None = None
     message: str = ""
     imbalance: float | None = None
+    wish: int = 0
+    recent_restarts: int = 0
+    resumed_from: str = ""
+    revision: str = ""
+    finished_ranks: tuple[int, ...] = ()
+    avoid: tuple[NodeUntil, ...] = ()
+    slow: tuple[SlowNode, ...] = ()
+    slow_time: str | None = None
     queue_time: str | None = None
+    waited_seconds: float = 0.0
+    placed_time: str | None = None
     start_time: str | None = None
     completion_time: str | None = None
 
@@ -197,6 +227,12 @@ class Replicas(Part):
 
     min: int = Field(default=1, ge=0)
     max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _most_as_least(cls, said: Any) -> Any:
+        """Without a most, as many as at least."""
+        return {**said, "max": max(1, int(said.get("min", 1)))} if isinstance(said, dict) and "max" not in said else said
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -246,7 +282,10 @@ class ServiceLoad(Part):
 
 
 class NPUServiceStatus(Part):
-    """What the operator says of a service."""
+    """What the operator says of a service.
+
+    ``wish`` is how many replicas its load asks for, changed at ``scale_time``; ``moving`` is a pod whose replica shall run on another node.
+    """
 
     phase: ServicePhase = "Pending"
     conditions: tuple[Condition, ...] = ()
@@ -256,6 +295,8 @@ class NPUServiceStatus(Part):
     updated_replicas: int = 0
     placement: tuple[PodPlacement, ...] = ()
     load: ServiceLoad = ServiceLoad()
+    wish: int = 0
+    moving: str = ""
     scale_time: str | None = None
     message: str = ""
     selector: str = ""

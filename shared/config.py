@@ -6,7 +6,7 @@ Read once per process by the entry points (``services/local.py``, the command li
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -71,6 +71,10 @@ class Settings(BaseSettings):
     """Events that a worker holds at a time while a data set is made, rows."""
     session_gap_seconds: int = Field(default=1800, ge=1)
     """Silence that ends a session, seconds."""
+    job_runner: Literal["process", "cluster"] = "process"
+    """Where a worker's long jobs run: in child processes of its own, or as NPUJobs that the operator gives pods to (needs the ``[cluster]`` extra)."""
+    cluster_jobs: dict[str, Any] = {}
+    """What the NPUJobs of this deployment have in common, with ``job_runner`` cluster: ``namespace``, ``labels``, ``default`` and ``kinds`` (parts of their spec). JSON."""
     job_slots: int = Field(default=1, ge=1)
     """Jobs that one worker runs at the same time."""
     job_attempts: int = Field(default=5, ge=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 ROOMS = ("ingestion", "tokenization", "negatives", "training", "serving")
 
@@ -68,6 +68,20 @@ class Item(Contract):
         return value
 
 
+class ClusterWish(Contract):
+    """What a job asks of the cluster otherwise than its deployment says; where jobs are local processes nothing of it applies.
+
+    ``priority`` decides who waits; with ``least_pods`` or ``most_pods`` it may run with fewer or more than ``pods``.
+    """
+
+    priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
+    pods: int | None = Field(default=None, ge=1)
+    npus_per_pod: int | None = Field(default=None, ge=0)
+    least_pods: int | None = Field(default=None, ge=1)
+    most_pods: int | None = Field(default=None, ge=1)
+    deadline_seconds: int | None = Field(default=None, ge=1)
+
+
 class JobSpec(Contract):
     """A piece of long work.
 
@@ -79,6 +93,7 @@ class JobSpec(Contract):
     config: dict[str, Any] = {}
     inputs: dict[str, ArtifactRef] = {}
     seed: int = 0
+    cluster: ClusterWish = ClusterWish()
 
     @property
     def room(self) -> str:
@@ -91,7 +106,10 @@ ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
 class JobRecord(Contract):
-    """What is known of a job. Times are milliseconds since 1970-01-01 UTC; ``trace`` is the W3C trace of who submitted it."""
+    """What is known of a job. Times are milliseconds since 1970-01-01 UTC; ``trace`` is the W3C trace of who submitted it.
+
+    ``resumes`` counts how often it was resumed; ``npujob`` is the name of the custom resource that runs it on a cluster.
+    """
 
     id: str
     spec: JobSpec
@@ -106,6 +124,8 @@ class JobRecord(Contract):
     error: str | None = None
     cancel_requested: bool = False
     trace: str | None = None
+    resumes: int = 0
+    npujob: str = ""
     created: int = 0
     started: int | None = None
     finished: int | None = None

@@ -3,7 +3,8 @@
     SemantideError
     |-- TransientError          try again: the cause may pass (broker away, disk full, lock held)
     |   |-- BrokerUnavailable   Redis cannot be reached
-    |   `-- RankLost            another process of the same job ended or does not answer
+    |   |-- RankLost            another process of the same job ended or does not answer
+    |   `-- ClusterUnavailable  Kubernetes cannot be reached, or does not let us do what we need
     |-- PermanentError          trying again changes nothing; the message is parked with its cause
     |   |-- NotFound            no such artifact, job, user or model
     |   |-- Conflict            the request contradicts what is there (wrong catalog for a model, job already ended)
@@ -30,6 +31,10 @@ class BrokerUnavailable(TransientError):
 
 class RankLost(TransientError):
     """Another process of the same job ended or does not answer: all of them start again from the last checkpoint."""
+
+
+class ClusterUnavailable(TransientError):
+    """Kubernetes cannot be reached, or does not let us do what we need."""
 
 
 class PermanentError(SemantideError):

@@ -1,4 +1,4 @@
-"""Long work: one spec, run by a local process of the room's worker.
+"""Long work: one spec, run by a local process of the room's worker, or on a cluster by pods (``shared/cluster_jobs.py``).
 
     submit -> record in Redis (queued) + RunJob message -> JobRunner in a worker starts ``services.local job <id>``
            -> that process calls the room's ``job.run(JobContext)`` -> outcome recorded (succeeded, failed, cancelled)
@@ -33,9 +33,23 @@ _INDEX = "semantide:jobs"
 _ENDED = "semantide:jobs:ended"  # hash "room/state" -> count
 _METRICS_KEPT = 20_000
 METRICS_SECONDS = 30 * 86400  # live metrics of a job that has ended; a model keeps its own curve
+_RANKS_SECONDS = 600  # what ranks say of their steps is of the present alone
 _RECORDS_PER_LOOK = 200
 AGAIN = 75  # exit status of a job's process that shall be started again without counting as a crash
+FAILED = 65  # exit status of a job's pod that shall not be started again: the job has failed, or was cancelled
 _PROGRESS_SECONDS = 0.2
+# Redis: what follows is done to a job that has not ended.
+_IF_OPEN = """
+local state = redis.call('hget', KEYS[1], 'state')
+if not state or state == '"succeeded"' or state == '"failed"' or state == '"cancelled"' then return 0 end
+"""
+_SET = "redis.call('hset', KEYS[1], unpack(ARGV)) return 1"
+_END = """
+redis.call('hset', KEYS[1], unpack(ARGV, 3))
+redis.call('srem', KEYS[2], ARGV[1])
+redis.call('expire', KEYS[3], ARGV[2])
+return 1
+"""
 
 
 def now_ms() -> int:
@@ -75,6 +89,16 @@ class Jobs:
     def write(self, job_id: str, **fields: Any) -> None:
         """Set some fields of a record."""
         self._redis.hset(self.key(job_id), mapping={name: json.dumps(value) for name, value in fields.items()})
+
+    def write_open(self, job_id: str, **fields: Any) -> bool:
+        """Set some fields unless the job has ended meanwhile; whether they were set."""
+        values = [text for name, value in fields.items() for text in (name, json.dumps(value))]
+        return bool(self._redis.eval(_IF_OPEN + _SET, 1, self.key(job_id), *values))
+
+    def open_jobs(self, room: str) -> list[JobRecord]:
+        """A room's jobs that have not ended, oldest first."""
+        records = [self.get(raw.decode()) for raw in self._redis.smembers(open_jobs_key(room))]
+        return sorted(records, key=lambda record: (record.created, record.id))
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Record a job, in one step, and tell its room."""
@@ -147,7 +171,8 @@ class Jobs:
         record = self.get(job_id)
         if record.state not in ("failed", "cancelled"):
             raise Conflict(f"job {job_id} is {record.state}: only a failed or cancelled job can be resumed")
-        self._open(record, {"state": "queued", "cancel_requested": False, "error": None, "attempt": 0, "finished": None})
+        fresh = {"state": "queued", "cancel_requested": False, "error": None, "attempt": 0, "finished": None, "resumes": record.resumes + 1, "npujob": ""}
+        self._open(record, fresh)
         return self.get(job_id)
 
     def end(self, record: JobRecord, state: str, *, error: str | None = None, outcome: JobOutcome | None = None) -> None:
@@ -162,9 +187,24 @@ class Jobs:
         pipe.expire(self._metrics_key(record.id), METRICS_SECONDS)
         pipe.execute()
 
+    def end_open(self, record: JobRecord, state: str, error: str) -> bool:
+        """Record how a job ended for others who watch it, unless it has recorded an end itself; whether that was so."""
+        fields = {"state": state, "error": error, "finished": now_ms()}
+        values = [text for name, value in fields.items() for text in (name, json.dumps(value))]
+        keys = [self.key(record.id), open_jobs_key(record.spec.room), self._metrics_key(record.id)]
+        return bool(self._redis.eval(_IF_OPEN + _END, len(keys), *keys, record.id, METRICS_SECONDS, *values))
+
     @staticmethod
     def _metrics_key(job_id: str) -> str:
         return f"semantide:job:{job_id}:metrics"
+
+    @staticmethod
+    def _ranks_key(job_id: str) -> str:
+        return f"semantide:job:{job_id}:ranks"
+
+    def step_seconds(self, job_id: str) -> dict[int, float]:
+        """Seconds that each rank computed for a step of late, without its waits for others."""
+        return {int(rank): float(seconds) for rank, seconds in self._redis.hgetall(self._ranks_key(job_id)).items()}
 
     def metrics(self, job_id: str, after: int = -1) -> list[dict[str, float]]:
         """Metric rows with ``step`` > ``after``; of rows that a resumed run repeated, the last one."""
@@ -222,6 +262,17 @@ class JobContext:
             self._unsent.clear()
 
         self._quietly(flush)
+
+    def step_seconds(self, rank: int, seconds: float) -> None:
+        """Say how long a rank computes for a step, without its waits for others: a machine that is slow is found by it."""
+
+        def tell() -> None:
+            pipe = self.broker.pipeline(transaction=True)
+            pipe.hset(Jobs._ranks_key(self.id), str(rank), f"{seconds:.6g}")
+            pipe.expire(Jobs._ranks_key(self.id), _RANKS_SECONDS)
+            pipe.execute()
+
+        self._quietly(tell)
 
     def _quietly(self, write: Callable[[], None]) -> None:
         # A broker that is away must not cost hours of training: what could not be said now is said later.

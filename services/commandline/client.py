@@ -75,10 +75,10 @@ class Client:
         """POST a JSON body."""
         return self.call("POST", path, json=body)
 
-    def upload(self, path: Path) -> tuple[str, str]:
-        """Stream a file to the stack; the name it has there, and the path under which an import finds it."""
-        # A folder of its own: two uploads of one file name must not meet.
-        name = f"{uuid.uuid4().hex[:12]}/{re.sub(r'[^A-Za-z0-9._-]', '_', path.name).lstrip('.')[-200:] or 'file'}"
+    def upload(self, path: Path, folder: str | None = None) -> tuple[str, str]:
+        """Stream a file to the stack, into a folder of its own or that one; the name it has there, and the path under which an import finds it."""
+        # Two uploads of one file name must not meet.
+        name = f"{folder or uuid.uuid4().hex[:12]}/{re.sub(r'[^A-Za-z0-9._-]', '_', path.name).lstrip('.')[-200:] or 'file'}"
 
         def chunks() -> Iterator[bytes]:
             with path.open("rb") as stream:

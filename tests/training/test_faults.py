@@ -178,7 +178,9 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
         options = f"--nnodes=2 --nproc-per-node={ranks_each} --max-restarts=3 --rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint=127.0.0.1:{port} --local-addr=127.0.0.1"
         patience = f"--rdzv-conf=is_host={int(leads)},keep_alive_interval=1,keep_alive_max_attempt=8"
         return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument], env=environment, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "torch.distributed.run", *options.split(), patience, str(SCRIPT), str(folder), argument],
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
 
     hosts = [agent(True, ""), agent(False, "host:5")]

@@ -1,0 +1,69 @@
+"""What the operator may do to the cluster, as values: the pure parts return them, ``Cluster.apply`` carries them out.
+
+Actions of one resource are carried out in order and stop at the first that fails; the next round begins with what is there then. Every action may be
+carried out twice, or half of a list may be lost with the process, without harm:
+    Create        the name is a function of the resource, so a second one finds the first
+    DeletePod     by uid, so a newer pod of the same name stays
+    PatchStatus   fails where somebody has written since, and nothing after it is done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Create:
+    """Create an object; one of the same name that is there already is left as it is."""
+
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """Delete a pod. ``grace_seconds`` None: its own; 0: forget it at once, for its node cannot answer."""
+
+    namespace: str
+    name: str
+    uid: str
+    grace_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """Write the status of a resource that still has ``resource_version``."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    status: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AnnotatePod:
+    """Write annotations onto a pod, which also makes its kubelet look at its volumes again."""
+
+    namespace: str
+    name: str
+    uid: str
+    annotations: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tell people about a resource: ``kubectl describe`` shows it."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    reason: str
+    message: str
+    type: Literal["Normal", "Warning"] = "Normal"
+
+
+Action = Create | DeletePod | PatchStatus | AnnotatePod | Event

@@ -1,0 +1,240 @@
+"""Nodes for placement, from Kubernetes' own objects: nodes, pods, device-info ConfigMaps and, where devices are claimed, resource slices and claims.
+
+Counting is careful: a pod that the operator created holds its NPUs from then on, bound or not, and a foreign pod whose devices nobody
+names is given those that cost the least, so that what is called free really is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from semantide.operators import rings
+from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
+from semantide.operators.node import Node, Taint
+from semantide.operators.profiles import PROFILES, profile_of_resource
+from semantide.operators.quantities import quantity
+from semantide.operators.resources import NODE_ANNOTATION, NPUS_ANNOTATION, SLOW_ANNOTATION
+
+Body = Mapping[str, Any]
+
+SUPER_POD_LABELS = ("huawei.com/topotree.superpodid", "nvidia.com/gpu.clique", "topology.kubernetes.io/zone")
+RACK_LABELS = ("huawei.com/topotree.rackid", "topology.kubernetes.io/rack")
+REAL_ANNOTATION = "huawei.com/AscendReal"  # the devices that the plugin really gave
+DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() if profile.resource_name)
+GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods
+_SLOWED = 1.15  # step time assumed of a node with an NPU in sub-health
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one pod takes of its node. ``npus`` None: so many that nobody names."""
+
+    holder: str
+    millicores: float
+    memory_bytes: float
+    count: int
+    npus: tuple[int, ...] | None
+
+
+def seconds_of(time: str) -> float:
+    """Seconds since 1970 of an RFC 3339 time."""
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+
+
+def _metadata(body: Body) -> Body:
+    found: Body = body.get("metadata") or {}
+    return found
+
+
+def _first(labels: Mapping[str, str], names: Iterable[str]) -> str:
+    return next((labels[name] for name in names if labels.get(name)), "")
+
+
+def node_of(pod: Body) -> str:
+    """The node a pod is on or was put on by the operator; empty when neither."""
+    return str((pod.get("spec") or {}).get("nodeName") or (_metadata(pod).get("annotations") or {}).get(NODE_ANNOTATION) or "")
+
+
+def holds_room(pod: Body) -> bool:
+    """Whether a pod takes room on its node: it has one and has not ended."""
+    return (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed") and bool(node_of(pod))
+
+
+def _asked(container: Body, name: str) -> float:
+    resources = container.get("resources") or {}
+    value = (resources.get("requests") or {}).get(name, (resources.get("limits") or {}).get(name, 0))
+    return quantity(value)
+
+
+def use_of(pod: Body, resource_names: Collection[str]) -> Use:
+    """What a pod takes; init containers run before the others and take no more than the larger of both."""
+    spec, metadata = pod.get("spec") or {}, _metadata(pod)
+    containers, first = spec.get("containers") or (), spec.get("initContainers") or ()
+
+    def total(name: str) -> float:
+        return max(sum(_asked(container, name) for container in containers), max((_asked(container, name) for container in first), default=0.0))
+
+    asked = {name: int(total(name)) for name in resource_names}
+    name = max(asked, key=lambda name: asked[name], default="")
+    count = asked.get(name, 0)
+    annotations = metadata.get("annotations") or {}
+    said = annotations.get(REAL_ANNOTATION) or annotations.get(NPUS_ANNOTATION) or annotations.get(name) or ""
+    npus = device_indices(said)
+    return Use(
+        holder=f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}",
+        millicores=1000 * total("cpu"),
+        memory_bytes=total("memory"),
+        count=max(count, len(npus)) if NPUS_ANNOTATION in annotations else count,
+        npus=npus if npus and len(npus) >= count else None,
+    )
+
+
+def _holders(uses: Iterable[Use], capacity: int, ring: int) -> dict[int, str]:
+    held: dict[int, str] = {}
+    unnamed: list[Use] = []
+    for use in uses:
+        if use.npus is None:
+            unnamed += [use] if use.count else []
+        else:
+            held.update({npu: use.holder for npu in use.npus if npu < capacity and npu not in held})
+    for use in sorted(unnamed, key=lambda use: (-use.count, use.holder)):
+        free = ((1 << capacity) - 1) & ~rings.mask_of(list(held))
+        chosen = rings.indices_of(rings.choose(free, capacity, ring, use.count)) or rings.indices_of(free)[: use.count]
+        held.update(dict.fromkeys(chosen, use.holder))
+    return held
+
+
+def _claimed(slices: Iterable[Body], claims: Iterable[Body]) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, dict[int, str]]]:
+    """Devices of dynamic resource allocation by node (driver, indices), and who holds which."""
+    devices: dict[str, tuple[str, tuple[int, ...]]] = {}
+    where: dict[tuple[str, str, str], tuple[str, int]] = {}
+    classes = {profile.device_class for profile in PROFILES.values() if profile.device_class}
+    for body in slices:
+        spec = body.get("spec") or {}
+        node, driver, pool = spec.get("nodeName"), str(spec.get("driver", "")), str((spec.get("pool") or {}).get("name", ""))
+        if not node or driver not in classes:
+            continue
+        for device in spec.get("devices") or ():
+            attributes = device.get("attributes") or (device.get("basic") or {}).get("attributes") or {}
+            said = next((value["int"] for key, value in attributes.items() if key.rsplit("/", 1)[-1] == "index" and "int" in value), None)
+            index = int(said) if said is not None else next(iter(device_indices(device["name"])), len(devices.get(node, ("", ()))[1]))
+            where[driver, pool, device["name"]] = node, index
+            devices[node] = driver, (*devices.get(node, ("", ()))[1], index)
+    held: dict[str, dict[int, str]] = {}
+    for body in claims:
+        status, metadata = body.get("status") or {}, _metadata(body)
+        users = [f"{metadata.get('namespace', 'default')}/{user['name']}" for user in status.get("reservedFor") or () if user.get("resource", "pods") == "pods"]
+        holder = users[0] if users else f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
+        for result in (((status.get("allocation") or {}).get("devices") or {}).get("results")) or ():
+            at = where.get((str(result.get("driver", "")), str(result.get("pool", "")), str(result.get("device", ""))))
+            if at is not None:
+                held.setdefault(at[0], {})[at[1]] = holder
+    return devices, held
+
+
+def _readiness(body: Body, now: float, gone_seconds: float) -> tuple[str, bool]:
+    """Why no new pod may come, and whether the pods that are there count as lost."""
+    condition: Body = next((entry for entry in (body.get("status") or {}).get("conditions") or () if entry.get("type") == "Ready"), {})
+    if condition.get("status") != "True":
+        since = str(condition.get("lastTransitionTime") or "")
+        return "not ready", since != "" and now - seconds_of(since) >= gone_seconds
+    if _metadata(body).get("deletionTimestamp"):
+        return "being deleted", False
+    return ("cordoned" if (body.get("spec") or {}).get("unschedulable") else ""), False
+
+
+def read_nodes(
+    nodes: Iterable[Body],
+    pods: Iterable[Body],
+    config_maps: Iterable[Body] = (),
+    *,
+    now: float,
+    resource_names: Collection[str] = DEVICE_NAMES,
+    slices: Iterable[Body] = (),
+    claims: Iterable[Body] = (),
+    gone_seconds: float = GONE_SECONDS,
+) -> list[Node]:
+    """The nodes, as the API server's objects describe them.
+
+    ``resource_names`` are the names that devices are counted by here; ``now`` is seconds since 1970.
+    """
+    uses: dict[str, list[Use]] = {}
+    for pod in pods:
+        if holds_room(pod):
+            uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
+    health = {
+        name.removeprefix(CONFIG_MAP_PREFIX): device_health(body)
+        for body in config_maps
+        if (name := _metadata(body).get("name", "")).startswith(CONFIG_MAP_PREFIX)
+    }
+    devices, claimed = _claimed(slices, claims)
+    return [
+        _node(
+            body,
+            uses.get(name := _metadata(body)["name"], []),
+            health.get(name, DeviceHealth()),
+            resource_names,
+            devices.get(name),
+            claimed.get(name, {}),
+            _readiness(body, now, gone_seconds),
+        )
+        for body in nodes
+    ]
+
+
+def _node(
+    body: Body,
+    uses: list[Use],
+    health: DeviceHealth,
+    resource_names: Collection[str],
+    devices: tuple[str, tuple[int, ...]] | None,
+    claimed: Mapping[int, str],
+    readiness: tuple[str, bool],
+) -> Node:
+    metadata, status = _metadata(body), body.get("status") or {}
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    # Allocatable leaves out what is sick, capacity does not: indices run over the latter.
+    total, usable = status.get("capacity") or {}, status.get("allocatable") or status.get("capacity") or {}
+    name = max((name for name in resource_names if quantity(total.get(name, 0)) > 0), key=lambda name: quantity(total[name]), default="")
+    capacity = int(quantity(total.get(name, 0))) if name else 0
+    sick = set(health.sick)
+    if devices is not None and not capacity:
+        profile = next(profile for profile in PROFILES.values() if profile.device_class == devices[0])
+        name, capacity = profile.resource_name, max(devices[1], default=-1) + 1
+        sick |= set(range(capacity)) - set(devices[1])
+    ring = profile_of_resource(name).ring_size(labels)
+    users = set(claimed.values())  # a claim says better than a pod's own annotation what it has
+    held = _holders([use for use in uses if use.holder not in users], capacity, ring) | dict(claimed)
+    missing = capacity - int(quantity(usable.get(name, capacity))) - len(sick) if name and devices is None else 0
+    if missing > 0:  # the plugin says how many are sick, and nobody which: those that nobody holds, from the end
+        sick |= set([npu for npu in reversed(range(capacity)) if npu not in held and npu not in sick][:missing])
+    try:
+        slow = max(1.0, float(annotations.get(SLOW_ANNOTATION, 1.0)))
+    except ValueError:
+        slow = 1.0
+    return Node(
+        name=metadata["name"],
+        capacity=capacity,
+        ring_size=ring,
+        resource_name=name,
+        healthy=((1 << capacity) - 1) & ~rings.mask_of(list(sick)),
+        lost=rings.mask_of(list(health.lost)),
+        held=held,
+        super_pod=_first(labels, SUPER_POD_LABELS[:2]) or health.super_pod or _first(labels, SUPER_POD_LABELS[2:]),
+        rack=_first(labels, RACK_LABELS),
+        labels=labels,
+        taints=tuple(
+            Taint(taint["key"], taint.get("value") or "", taint.get("effect") or "NoSchedule") for taint in (body.get("spec") or {}).get("taints") or ()
+        ),
+        slow=max(slow, _SLOWED) if health.slow else slow,
+        unusable=readiness[0],
+        gone=readiness[1],
+        millicores=1000 * quantity(usable.get("cpu", 0)),
+        memory_bytes=quantity(usable.get("memory", 0)),
+        free_millicores=1000 * quantity(usable.get("cpu", 0)) - sum(use.millicores for use in uses),
+        free_memory_bytes=quantity(usable.get("memory", 0)) - sum(use.memory_bytes for use in uses),
+        free_pods=quantity(usable.get("pods", 110)) - len(uses),
+    )

@@ -1,0 +1,413 @@
+"""What becomes of one job: its phase, and what must be done to its pods. Pure; where a gang goes is decided for all jobs together (``rounds.py``).
+
+    Pending -> Placing -> Running -> Succeeded
+       ^         |          |
+       +-- Restarting <-----+        a pod, node or NPU was lost; somebody of higher priority needs the room; another size or spec
+    Suspended while ``suspend`` is set; Failed when restarts are used up, time is over or the work itself is wrong
+
+The status is written first and what it asks for is done after, again in every round until it is so: an operator that dies in between is carried on by the next.
+Once Succeeded or Failed a job stays so, whatever becomes of its pods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json import JSONDecodeError, loads
+from statistics import median_low
+from typing import Any, Literal
+
+from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event
+from semantide.operators.conditions import since, with_conditions
+from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, ranks_per_pod
+from semantide.operators.node import Node
+from semantide.operators.pods import AGAIN, USELESS, Pod, seconds_of, time_of
+from semantide.operators.rank_table import TOLD_ANNOTATION, rank_table_manifest
+from semantide.operators.resources import (
+    CHECKPOINT_ANNOTATION,
+    IMBALANCE_ANNOTATION,
+    PROGRESS_ANNOTATION,
+    STEP_SECONDS_ANNOTATION,
+    JobPhase,
+    NodeUntil,
+    NPUJob,
+    NPUJobStatus,
+    PodPlacement,
+    Progress,
+    SlowNode,
+)
+from semantide.operators.settings import OperatorSettings
+
+STUCK_SECONDS = 60.0
+"""How long past its own time a pod may take to go before it is forgotten, seconds."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A job's new status and what to do once that is written. ``waits``: its gang asks for a place."""
+
+    status: NPUJobStatus
+    actions: tuple[Action, ...] = ()
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one round knows of a job's surroundings."""
+
+    job: NPUJob
+    pods: Sequence[Pod]
+    nodes: Mapping[str, Node]
+    now: float
+    settings: OperatorSettings
+
+    @property
+    def gang(self) -> dict[str, Pod]:
+        """The pods of the present gang by name."""
+        return {pod.name: pod for pod in self.pods if pod.attempt == self.job.status.attempt}
+
+    def on_lost_node(self, pod: Pod) -> bool:
+        """Whether nobody is left on the pod's node who could end it."""
+        return bool(pod.node) and (pod.node not in self.nodes or self.nodes[pod.node].gone)
+
+    def alive(self, pod: Pod) -> bool:
+        """Whether the pod may still work or hold its NPUs."""
+        return not pod.finished and not self.on_lost_node(pod)
+
+
+def advance(look: Look) -> Step:
+    """One look at a job."""
+    job, now = look.job, look.now
+    status = _heard(job, job.status).model_copy(update={"observed_generation": job.metadata.generation})
+    if job.deleting:
+        return Step(status, ends(look, look.pods))
+    if job.ended:
+        # Ranks that outlived the others go; what has finished stays for its logs.
+        return Step(status, ends(look, [pod for pod in look.pods if not pod.finished]))
+    if status.phase in ("Placing", "Running"):
+        status = _finished(look, status)
+        if status.placement and len(status.finished_ranks) == len(status.placement):
+            return _end(look, status, "Succeeded", "Completed", f"all {_pods(len(status.placement))} ended well")
+    if job.spec.deadline_seconds and status.start_time and now - (seconds_of(status.start_time) or now) > job.spec.deadline_seconds:
+        return _end(look, status, "Failed", "DeadlineExceeded", f"it did not end within deadlineSeconds {job.spec.deadline_seconds}; its last checkpoint stays")
+    if job.spec.suspend:
+        if status.phase == "Suspended":
+            return Step(status, ends(look, look.pods))
+        return _stop(look, status, "Suspended", "Suspended", "suspended on request; it goes on from its last checkpoint when suspend is false again")
+    match status.phase:
+        case "Pending":
+            status = status if status.queue_time else status.model_copy(update={"queue_time": time_of(now)})
+            return _wait(look, _concluded(look, status, "Pending", "Waiting", status.message))
+        case "Suspended":
+            return _wait(look, _concluded(look, _queued(look, status), "Pending", "Resumed", "resumed"))
+        case "Restarting":
+            left = [pod for pod in look.pods if look.alive(pod)]
+            forgotten = [pod for pod in look.pods if not pod.finished]
+            if left:
+                return Step(status, ends(look, forgotten))
+            pending = _concluded(look, _queued(look, status), "Pending", "Waiting", status.message)
+            return Step(pending, ends(look, forgotten), waits=True)
+        case _:
+            return _tend(look, status)
+
+
+def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
+    """The step of a job whose gang has found its places."""
+    job, status = look.job, step.status
+    attempt = status.attempt + 1
+    nodes = len({pod.node for pod in placement})
+    where = f"on {nodes} node{'' if nodes == 1 else 's'}" if job.spec.scheduler == "own" else f"for {job.spec.scheduler} to place"
+    message = f"{_pods(len(placement))} {where}"
+    if len(placement) < job.spec.world_size:
+        message += f", {job.spec.world_size - len(placement)} fewer than worldSize {job.spec.world_size} for want of room"
+    status = status.model_copy(
+        update={
+            "attempt": attempt,
+            "placement": tuple(placement),
+            "finished_ranks": (),
+            "revision": job_revision(job),
+            "resumed_from": status.checkpoint,
+            "restart_time": None,
+            "placed_time": time_of(look.now),
+            "slow": (),
+            "slow_time": None,
+            "imbalance": None,
+        }
+    )
+    status = _concluded(look, status, "Placing", "Placed", message)
+    try:
+        manifests = gang_manifests(job, placement, attempt, look.settings, look.now)
+    except ValueError as error:
+        return refused(look, step, str(error))
+    creates = tuple(Create(manifest) for manifest in manifests)
+    # One attempt's finished pods are kept for their logs.
+    old = [pod for pod in look.pods if pod.attempt < status.attempt - 1]
+    return Step(status, (*step.actions, *creates, *ends(look, old), _event(job, "Placed", message)))
+
+
+def refused(look: Look, step: Step, reason: str) -> Step:
+    """The step of a job that goes on waiting, and says why."""
+    return Step(_concluded(look, step.status, "Pending", "Waiting", reason), step.actions)
+
+
+def make_room(look: Look, step: Step, beneficiary: str) -> Step:
+    """The step of a job that leaves its place to another, or to itself in another size; it saves a checkpoint when its pods are asked to end."""
+    job = look.job
+    if beneficiary == job.key:
+        wish = job.spec.most_pods
+        told = _stop(
+            look,
+            step.status,
+            "Restarting",
+            "Growing",
+            f"there is room for more than its {_pods(len(step.status.placement))}: it goes on larger from a checkpoint",
+        )
+        return Step(told.status.model_copy(update={"wish": wish}), (*step.actions, *told.actions))
+    told = _stop(look, step.status, "Restarting", "Preempted", f"made room for {beneficiary}; it goes on from its checkpoint when there is room again")
+    return Step(told.status.model_copy(update={"wish": 0}), (*step.actions, *told.actions))
+
+
+def _tend(look: Look, status: NPUJobStatus) -> Step:
+    """A gang that is being placed or runs."""
+    job, now, gang = look.job, look.now, look.gang
+    if not status.placement:
+        return _lost(look, status, "its placement is unknown", counts=False)
+    if status.revision != job_revision(job):
+        return _stop(look, status, "Restarting", "SpecChanged", "its spec was changed: it goes on with the new one from a checkpoint")
+    if not job.spec.least_pods <= len(status.placement) <= job.spec.most_pods:
+        return _stop(look, status, "Restarting", "Resized", f"it runs with {_pods(len(status.placement))}, which its spec no longer allows")
+    for pod in gang.values():
+        if pod.exit_status == USELESS:
+            return _end(
+                look, status, "Failed", "WorkIsWrong", f"rank {pod.rank} says that trying again changes nothing: {pod.cause or f'exit status {USELESS}'}"
+            )
+    faults = [fault for place in status.placement if (fault := _fault(look, status, place))]
+    if faults:
+        return _lost(look, status, _first(faults), counts=any(fault.counts for fault in faults))
+    missing = {place.pod for place in status.placement} - set(gang) - {status.placement[rank].pod for rank in status.finished_ranks}
+    up = not missing and all(pod.phase in ("Running", "Succeeded") for pod in gang.values())
+    actions = ends(look, [pod for pod in look.pods if pod.attempt < status.attempt and not pod.finished])
+    if status.phase == "Placing":
+        if not up:
+            return _await(look, status, missing, actions)
+        status = status.model_copy(
+            update={"start_time": status.start_time or time_of(now), "placement": tuple(_seen(place, gang) for place in status.placement)}
+        )
+        message = _running(status)
+        status = _concluded(look, status, "Running", "Running", message)
+        actions = (*actions, _event(job, "Running", message))
+    else:
+        status = _concluded(look, _slowness(look, status), "Running", "Running", _running(status))
+    return Step(status, (*actions, *_tell_ranks(look, status)))
+
+
+def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[Action, ...]) -> Step:
+    """Not all pods run yet: create what is missing, and give up a place that turns out to be none."""
+    job, now, settings = look.job, look.now, look.settings
+    own = job.spec.scheduler == "own"
+    refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
+    if own:
+        late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
+        if late:
+            places = {place.pod: place.node for place in status.placement}
+            until = time_of(now + settings.avoid_seconds)
+            avoided = tuple(NodeUntil(node=places[pod.name], until=until, reason=pod.waits_for[:200]) for pod in late if pod.name in places)
+            status = status.model_copy(update={"avoid": (*status.avoid, *avoided)})
+            return _lost(look, status, f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
+        placing = seconds_of(status.placed_time) or now
+    else:
+        placing = now if refusing else max((pod.created for pod in look.gang.values()), default=now)
+    waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
+    if now - placing > settings.placing_seconds:
+        cause = f": {waits.name} waits for {waits.waits_for}" if waits else ""
+        return _lost(look, status, f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=True)
+    manifests = gang_manifests(job, status.placement, status.attempt, settings, now) if missing else []
+    creates = tuple(Create(manifest) for manifest in manifests if manifest["kind"] != "Pod" or manifest["metadata"]["name"] in missing)
+    message = f"{waits.name} waits for {waits.waits_for}" if waits else f"{len(look.gang)} of {_pods(len(status.placement))} made, waiting for all to run"
+    return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates, *_tell_ranks(look, status)))
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """What happened to one pod. ``first`` orders faults by what is most likely a cause and not a consequence, then by time."""
+
+    first: tuple[int, float]
+    message: str
+    counts: bool = True
+
+
+def _fault(look: Look, status: NPUJobStatus, place: PodPlacement) -> _Fault | None:
+    pod = look.gang.get(place.pod)
+    rank = int(place.pod.rsplit("-", 1)[1])
+    if rank in status.finished_ranks:
+        return None
+    node = look.nodes.get(place.node)
+    if place.node and (node is None or node.gone):
+        return _Fault((0, 0.0), f"node {place.node} of rank {rank} is {'gone' if node is None else 'lost: ' + (node.unusable or 'it does not answer')}")
+    if pod is None:
+        return _Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if status.phase == "Running" else None
+    if node is not None and pod.key in node.lost_holders:
+        return _Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed")
+    if pod.deleting:
+        return _Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False)
+    if pod.phase == "Failed":
+        if pod.exit_status == AGAIN:
+            return _Fault((5, pod.ended or 0.0), f"rank {rank} asks to be started again", counts=False)
+        how = f"exit status {pod.exit_status}" if pod.exit_status is not None else "it did not end by itself"
+        how = f"{how} (out of memory)" if pod.cause == "OOMKilled" else f"{how}: {pod.cause}" if pod.cause and pod.cause != "Error" else how
+        return _Fault((2, pod.ended or 0.0), f"rank {rank} on node {place.node or '?'} failed, {how}")
+    return None
+
+
+def _first(faults: Sequence[_Fault]) -> str:
+    return min(faults, key=lambda fault: fault.first).message
+
+
+def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step:
+    """A gang that cannot go on: all of it ends, and starts again after a pause."""
+    job, settings, now = look.job, look.settings, look.now
+    policy = job.spec.restart_policy
+    ran = since(status.conditions, "Running")
+    steady = ran is not None and now - (seconds_of(ran) or now) >= settings.steady_seconds and status.checkpoint != status.resumed_from
+    recent = (0 if steady else status.recent_restarts) + counts
+    if recent > policy.limit:
+        return _end(
+            look,
+            status,
+            "Failed",
+            "RestartLimit",
+            f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
+        )
+    pause = min(policy.backoff_seconds * 2 ** max(recent - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
+    status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})
+    message = f"{cause}; all ranks start again from the last checkpoint" + (f" ({recent} of {policy.limit})" if counts else "")
+    status = _concluded(look, status, "Restarting", "Lost", message)
+    # Without one of its ranks a gang cannot save anything, so the others need no time for it.
+    return Step(status, (*ends(look, look.pods, settings.lost_stop_seconds), _event(job, "Restarting", message, warn=True)))
+
+
+def _stop(look: Look, status: NPUJobStatus, phase: JobPhase, reason: str, message: str) -> Step:
+    """Let a gang end in its own time, with a last checkpoint."""
+    kept = status.placement if phase == "Restarting" else ()
+    status = _concluded(look, status.model_copy(update={"placement": kept, "restart_time": None}), phase, reason, message)
+    return Step(status, (*ends(look, look.pods), _event(look.job, reason, message)))
+
+
+def _end(look: Look, status: NPUJobStatus, phase: Literal["Succeeded", "Failed"], reason: str, message: str) -> Step:
+    status = _concluded(look, status.model_copy(update={"completion_time": time_of(look.now)}), phase, reason, message)
+    left = [pod for pod in look.pods if not pod.finished]
+    return Step(status, (*ends(look, left, look.settings.lost_stop_seconds), _event(look.job, reason, message, warn=phase == "Failed")))
+
+
+def _queued(look: Look, status: NPUJobStatus) -> NPUJobStatus:
+    """Back in line, with the waiting of earlier times."""
+    joined, began = seconds_of(status.queue_time), seconds_of(status.placed_time)
+    waited = status.waited_seconds + (max(0.0, began - joined) if joined and began else 0.0)
+    return status.model_copy(update={"queue_time": time_of(look.now), "waited_seconds": waited, "placed_time": None, "placement": ()})
+
+
+def _wait(look: Look, status: NPUJobStatus) -> Step:
+    """In line; not before what is left of an earlier gang has ended."""
+    left = [pod for pod in look.pods if not pod.finished]
+    avoid = tuple(entry for entry in status.avoid if (seconds_of(entry.until) or 0.0) > look.now)
+    return Step(status.model_copy(update={"avoid": avoid}), ends(look, left), waits=not any(look.alive(pod) for pod in left))
+
+
+def ends(look: Look, pods: Sequence[Pod], grace_seconds: int | None = None) -> tuple[Action, ...]:
+    """Delete these pods: in their own time, at once where their node cannot answer or their time is long over."""
+    result = []
+    for pod in pods:
+        stuck = pod.delete_by is not None and look.now > pod.delete_by + STUCK_SECONDS
+        if look.on_lost_node(pod) or stuck:
+            result.append(DeletePod(pod.namespace, pod.name, pod.uid, 0))
+        elif not pod.deleting:
+            result.append(DeletePod(pod.namespace, pod.name, pod.uid, grace_seconds))
+    return tuple(result)
+
+
+def _heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
+    """What the job says of itself in its annotations; what cannot be read is passed over."""
+    said = job.metadata.annotations
+    update: dict[str, Any] = {}
+    if checkpoint := said.get(CHECKPOINT_ANNOTATION):
+        update["checkpoint"] = checkpoint
+    try:
+        if PROGRESS_ANNOTATION in said:
+            update["progress"] = Progress.model_validate(loads(said[PROGRESS_ANNOTATION]))
+        if IMBALANCE_ANNOTATION in said and status.phase == "Running":
+            update["imbalance"] = max(0.0, float(said[IMBALANCE_ANNOTATION]))
+    except ValueError:
+        pass
+    return status.model_copy(update=update)
+
+
+def _slowness(look: Look, status: NPUJobStatus) -> NPUJobStatus:
+    """Which nodes of the gang are slower than the others."""
+    try:
+        said = loads(look.job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
+        seconds = {int(pod): float(value) for pod, value in said.items()}
+    except (JSONDecodeError, ValueError, AttributeError, TypeError):
+        return status
+    by_node: dict[str, float] = {}
+    for place, pod in enumerate(status.placement):
+        if seconds.get(place, 0.0) > 0 and pod.node:
+            by_node[pod.node] = max(by_node.get(pod.node, 0.0), seconds[place])
+    if len(by_node) < 2:
+        return status
+    usual = median_low(by_node.values())
+    slow = tuple(SlowNode(node=node, ratio=round(value / usual, 2)) for node, value in sorted(by_node.items()) if value / usual >= look.settings.slow_ratio)
+    return status if slow == status.slow else status.model_copy(update={"slow": slow, "slow_time": time_of(look.now) if slow else None})
+
+
+def _finished(look: Look, status: NPUJobStatus) -> NPUJobStatus:
+    """Remember which ranks ended well: their pods may be collected before the others have ended."""
+    done = {pod.rank for pod in look.gang.values() if pod.phase == "Succeeded"} | set(status.finished_ranks)
+    return status.model_copy(update={"finished_ranks": tuple(sorted(rank for rank in done if rank < len(status.placement)))})
+
+
+def _seen(place: PodPlacement, gang: Mapping[str, Pod]) -> PodPlacement:
+    """A place as another scheduler has chosen it."""
+    pod = gang.get(place.pod)
+    return place if place.node or pod is None else PodPlacement(pod=place.pod, node=pod.node, npus=pod.npus)
+
+
+def _tell_ranks(look: Look, status: NPUJobStatus) -> tuple[Action, ...]:
+    """Once every pod has an address, the table of ranks; and a touch of the pods, at which their kubelets read it."""
+    job = look.job
+    pods = sorted(look.gang.values(), key=lambda pod: pod.rank)
+    if len(pods) < len(status.placement) or not all(pod.address for pod in pods) or (len(pods) == 1 and not status.placement[0].npus):
+        return ()
+    untold = [pod for pod in pods if TOLD_ANNOTATION not in pod.annotations and not pod.finished]
+    if not untold:
+        return ()
+    table = rank_table_manifest(job, gang_name(job, status.attempt), pods, ranks_per_pod(job))
+    return (Create(table), *(AnnotatePod(pod.namespace, pod.name, pod.uid, {TOLD_ANNOTATION: "completed"}) for pod in untold))
+
+
+def _running(status: NPUJobStatus) -> str:
+    nodes = len({place.node for place in status.placement})
+    message = f"{_pods(len(status.placement))} on {nodes} node{'' if nodes == 1 else 's'}"
+    if status.slow:
+        worst = max(status.slow, key=lambda slow: slow.ratio)
+        message += f"; {worst.node} takes {worst.ratio:.2f} times as long as the others"
+    return message
+
+
+def _concluded(look: Look, status: NPUJobStatus, phase: JobPhase, reason: str, message: str) -> NPUJobStatus:
+    answers = {
+        "Placed": phase in ("Placing", "Running", "Succeeded"),
+        "Running": phase == "Running",
+        "Suspended": phase == "Suspended",
+        "Succeeded": phase == "Succeeded",
+        "Failed": phase == "Failed",
+    }
+    conditions = with_conditions(status.conditions, answers, reason, message, look.job.metadata.generation, look.now)
+    return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions})
+
+
+def _event(job: NPUJob, reason: str, message: str, *, warn: bool = False) -> Event:
+    return Event(job.kind, job.namespace, job.name, job.metadata.uid, reason, message, "Warning" if warn else "Normal")
+
+
+def _pods(count: int) -> str:
+    return f"{count} pod{'' if count == 1 else 's'}"

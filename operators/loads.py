@@ -1,0 +1,41 @@
+"""The measured load of services' replicas, asked from their metrics pages over HTTP."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import httpx
+
+from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.service_load import LoadReader
+from semantide.operators.service_pods import HTTP_PORT
+from semantide.operators.snapshot import Snapshot
+
+
+class Loads:
+    """One reader for each service; ``key`` is shown to replicas whose pages want one."""
+
+    def __init__(self, key: str, clock: Callable[[], float]) -> None:
+        self._key, self._clock = key, clock
+        self._client = httpx.Client(timeout=2.0)
+        self._readers: dict[str, LoadReader] = {}
+
+    def measure(self, snapshot: Snapshot) -> dict[str, tuple[ReplicaLoad, ...]]:
+        """The loads of all services' ready replicas, by the service's key."""
+        pods = defaultdict(list)
+        for pod in snapshot.pods:
+            if pod.ready and pod.address and not pod.deleting:
+                pods[pod.owner].append(pod)
+        result = {}
+        for service in snapshot.services:
+            reader = self._readers.setdefault(service.key, LoadReader(self._key, self._clock, self._client))
+            addresses = {pod.name: f"http://{_host(pod.address)}:{HTTP_PORT}" for pod in pods[service.metadata.uid]}
+            result[service.key] = tuple(reader.read(addresses))
+        for key in self._readers.keys() - result.keys():
+            del self._readers[key]
+        return result
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

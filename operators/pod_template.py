@@ -1,0 +1,136 @@
+"""From a resource's ``template`` to a pod: one container, a fixed set of fields, and what the operator adds.
+
+A template is flat, since there is one container: fields of the pod's spec and of its container stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from hashlib import sha256
+from json import dumps
+from typing import Any
+
+from semantide.operators.resources import API_VERSION, MANAGED_BY, MANAGED_BY_LABEL, NPUJob, NPUService
+from semantide.operators.settings import OperatorSettings
+
+_METADATA = ("labels", "annotations")
+_POD = (
+    "nodeSelector", "tolerations", "affinity", "serviceAccountName", "automountServiceAccountToken", "imagePullSecrets", "runtimeClassName",
+    "priorityClassName", "terminationGracePeriodSeconds", "securityContext", "volumes", "initContainers", "hostAliases", "dnsPolicy", "dnsConfig",
+    "enableServiceLinks", "hostNetwork",
+)  # fmt: skip
+_CONTAINER = (
+    "args", "env", "envFrom", "volumeMounts", "resources", "containerSecurityContext", "ports", "readinessProbe", "livenessProbe", "startupProbe",
+    "imagePullPolicy", "lifecycle", "workingDir",
+)  # fmt: skip
+TEMPLATE_FIELDS = frozenset((*_METADATA, *_POD, *_CONTAINER))
+# Lists whose entries have a name of their own: a later entry of the same name replaces the earlier one.
+_NAMED = {"env": "name", "volumes": "name", "volumeMounts": "mountPath", "imagePullSecrets": "name", "initContainers": "name", "ports": "containerPort"}
+
+
+@dataclass(frozen=True)
+class Container:
+    """What the operator itself says of a pod; it goes before what templates say."""
+
+    name: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    image: str
+    command: Sequence[str]
+    environment: Sequence[Mapping[str, Any]]
+    resources: Mapping[str, str]
+    restart: str
+    node: str = ""
+    stop_seconds: int = 30
+    volumes: Sequence[Mapping[str, Any]] = ()
+    mounts: Sequence[Mapping[str, Any]] = ()
+
+
+def short_digest(value: Any, length: int = 6) -> str:
+    """A few characters that differ where values do."""
+    return sha256(dumps(value, sort_keys=True).encode()).hexdigest()[:length]
+
+
+def child_name(owner: NPUJob | NPUService, *parts: object) -> str:
+    """A name for something that belongs to a resource: another resource of the same name, later, has other ones; 63 characters at most."""
+    rest = "-".join(map(str, (short_digest(owner.metadata.uid, 5), *parts)))
+    return f"{owner.name[: 62 - len(rest)].rstrip('-.')}-{rest}"
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """One template over another: maps are merged, named lists by name, other lists one after the other."""
+    result = deepcopy(dict(base))
+    for key, value in over.items():
+        below = result.get(key)
+        if isinstance(below, dict) and isinstance(value, Mapping):
+            result[key] = merged(below, value)
+        elif isinstance(below, list) and isinstance(value, Sequence) and not isinstance(value, str):
+            named = _NAMED.get(key)
+            kept = below if named is None else [entry for entry in below if entry.get(named) not in {other.get(named) for other in value}]
+            result[key] = [*kept, *deepcopy(list(value))]
+        else:
+            result[key] = deepcopy(value)
+    return result
+
+
+def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dict[str, Any]:
+    """A resource's template over the operator's, whose volumes and Secrets are those of its own namespace."""
+    below = merged(settings.pod_template, settings.pod_extras) if owner.namespace == settings.own_namespace else {}
+    return merged(below, owner.spec.template)
+
+
+def check_template(template: Mapping[str, Any]) -> None:
+    """Refuse what would be passed over in silence.
+
+    Raises: ValueError.
+    """
+    unknown = sorted(set(template) - TEMPLATE_FIELDS)
+    if unknown:
+        raise ValueError(f"template has the field {unknown[0]!r}, which pods do not get: take one of {', '.join(sorted(TEMPLATE_FIELDS))}")
+
+
+def owned(owner: NPUJob | NPUService, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Metadata of an object that goes when ``owner`` does."""
+    reference = {"apiVersion": API_VERSION, "kind": owner.kind, "name": owner.name, "uid": owner.metadata.uid, "controller": True, "blockOwnerDeletion": False}
+    return {"name": name, "namespace": owner.namespace, "labels": {MANAGED_BY_LABEL: MANAGED_BY, **labels}, "ownerReferences": [reference]}
+
+
+def pod_manifest(owner: NPUJob | NPUService, template: Mapping[str, Any], own: Container) -> dict[str, Any]:
+    """The pod to create.
+
+    Raises: ValueError for a template with an unknown field.
+    """
+    check_template(template)
+    metadata = owned(owner, own.name, {**(template.get("labels") or {}), **own.labels})
+    metadata["annotations"] = {**(template.get("annotations") or {}), **own.annotations}
+    spec: dict[str, Any] = {key: deepcopy(template[key]) for key in _POD if key in template}
+    spec.setdefault("terminationGracePeriodSeconds", own.stop_seconds)
+    spec.setdefault("automountServiceAccountToken", False)
+    spec["restartPolicy"] = own.restart
+    if own.node:
+        spec["affinity"] = _on_node(spec.get("affinity") or {}, own.node)
+    container: dict[str, Any] = {key: deepcopy(template[key]) for key in _CONTAINER if key in template}
+    if "containerSecurityContext" in container:
+        container["securityContext"] = container.pop("containerSecurityContext")
+    container |= {"name": "main", "image": own.image, "command": list(own.command)}
+    container["env"] = merged({"env": container.get("env") or []}, {"env": [dict(entry) for entry in own.environment]})["env"]
+    if own.resources:
+        given = container.get("resources") or {}
+        container["resources"] = {**given, **{side: {**(given.get(side) or {}), **own.resources} for side in ("requests", "limits")}}
+    if own.volumes:
+        spec["volumes"] = merged({"volumes": spec.get("volumes") or []}, {"volumes": list(own.volumes)})["volumes"]
+        container["volumeMounts"] = merged({"volumeMounts": container.get("volumeMounts") or []}, {"volumeMounts": list(own.mounts)})["volumeMounts"]
+    spec["containers"] = [container]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _on_node(affinity: Mapping[str, Any], node: str) -> dict[str, Any]:
+    """The affinity that also wants this node. Kubernetes' scheduler still checks that the pod fits, as it does for DaemonSets."""
+    result = deepcopy(dict(affinity))
+    required = result.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    here = {"key": "metadata.name", "operator": "In", "values": [node]}
+    terms: Sequence[Mapping[str, Any]] = required.get("nodeSelectorTerms") or ({},)
+    required["nodeSelectorTerms"] = [{**term, "matchFields": [*(term.get("matchFields") or ()), here]} for term in terms]
+    return result

@@ -1,0 +1,113 @@
+"""Pods as the operator sees them: what the API server says of one, read into a frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from semantide.operators.resources import ATTEMPT_LABEL, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL
+
+AGAIN = 75
+"""Exit status of a pod that shall be started again without counting as a failure: the broker was away, or it was asked to stop (EX_TEMPFAIL)."""
+USELESS = 65
+"""Exit status of a pod whose work is wrong in itself, so that starting it again changes nothing (EX_DATAERR)."""
+
+
+def seconds_of(time: str | None) -> float | None:
+    """Seconds since 1970-01-01 UTC of an API server's time."""
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp() if time else None
+
+
+def time_of(seconds: float) -> str:
+    """An API server's time, to the microsecond."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One pod. ``owner`` is the uid of the resource that it belongs to, ``delete_by`` when it shall be gone; times are seconds since 1970-01-01 UTC."""
+
+    namespace: str
+    name: str
+    uid: str
+    owner: str = ""
+    phase: str = "Pending"
+    node: str = ""
+    address: str = ""
+    host_address: str = ""
+    delete_by: float | None = None
+    ready: bool = False
+    attempt: int = 0
+    rank: int = 0
+    revision: str = ""
+    npus: tuple[int, ...] = ()
+    exit_status: int | None = None
+    ended: float | None = None
+    created: float = 0.0
+    cause: str = ""
+    waits_for: str = ""
+    unschedulable_since: float | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Namespace and name, one string for the whole cluster."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def deleting(self) -> bool:
+        """Somebody asked for its deletion."""
+        return self.delete_by is not None
+
+    @property
+    def finished(self) -> bool:
+        """Its containers have ended, well or not."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Pod:
+        """The pod in an API server's answer."""
+        metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
+        labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+        owner = next((owner["uid"] for owner in metadata.get("ownerReferences") or () if owner.get("controller")), "")
+        states = [entry.get("state") or {} for entry in status.get("containerStatuses") or ()]
+        ends = [state["terminated"] for state in states if state.get("terminated")]
+        # A bad end says more than the good ones beside it.
+        end = max(ends, key=lambda end: bool(end.get("exitCode"))) if ends else None
+        waiting: Mapping[str, Any] = next((state["waiting"] for state in states if state.get("waiting")), {})
+        conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
+        scheduled = conditions.get("PodScheduled") or {}
+        refused = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+        return cls(
+            namespace=metadata.get("namespace", "default"),
+            name=metadata["name"],
+            uid=metadata.get("uid", ""),
+            owner=owner,
+            phase=status.get("phase") or "Pending",
+            node=spec.get("nodeName") or "",
+            address=status.get("podIP") or "",
+            host_address=status.get("hostIP") or "",
+            delete_by=seconds_of(metadata.get("deletionTimestamp")),
+            ready=(conditions.get("Ready") or {}).get("status") == "True",
+            attempt=_number(labels.get(ATTEMPT_LABEL)),
+            rank=_number(labels.get(RANK_LABEL)),
+            revision=labels.get(REVISION_LABEL, ""),
+            npus=tuple(int(npu) for npu in annotations.get(NPUS_ANNOTATION, "").split(",") if npu.strip().isdigit()),
+            exit_status=end.get("exitCode") if end else None,
+            ended=seconds_of(end.get("finishedAt")) if end else None,
+            created=seconds_of(metadata.get("creationTimestamp")) or 0.0,
+            cause=status.get("message") or status.get("reason") or (end.get("message") or end.get("reason") or "" if end else ""),
+            waits_for=_said(scheduled) if refused else _said(waiting),
+            unschedulable_since=(seconds_of(scheduled.get("lastTransitionTime")) or 0.0) if refused else None,
+            annotations=annotations,
+        )
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (entry.get("reason"), entry.get("message")) if part)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0

@@ -1,0 +1,212 @@
+"""One round: from what is to what shall be done. Pure, and the same whoever runs it, so that an operator may die at any point of carrying it out.
+
+reconcile(resource, pods, nodes, now, settings)   one job or service alone
+reconcile_all(snapshot, settings)                 all of them: states first, then services' replicas, then the line of waiting jobs
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from semantide.operators.actions import Action, PatchStatus
+from semantide.operators.conditions import with_conditions
+from semantide.operators.fleet import Fleet
+from semantide.operators.job_pods import pod_names
+from semantide.operators.job_states import Look, Step, advance, make_room, placed, refused
+from semantide.operators.node import Node
+from semantide.operators.placement import Placement, place
+from semantide.operators.pod_template import full_template
+from semantide.operators.pods import Pod, seconds_of
+from semantide.operators.request import Request, Shape, shape_of
+from semantide.operators.resources import JOB_KIND, NPUJob, NPUJobStatus, NPUService, NPUServiceStatus, PodPlacement
+from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed
+from semantide.operators.settings import OperatorSettings
+from semantide.operators.slow_nodes import slow_nodes
+from semantide.operators.snapshot import Invalid, Snapshot
+from semantide.operators.waiting_line import Decision, Policy, Running, Waiting, decide
+
+
+@dataclass(frozen=True)
+class Round:
+    """What to do, by resource (kind, namespace and name), each resource's actions in order; and what the line looks like."""
+
+    actions: Mapping[str, tuple[Action, ...]]
+    decision: Decision = field(default_factory=Decision)
+
+
+def reconcile(
+    resource: NPUJob | NPUService, pods: Sequence[Pod], nodes: Sequence[Node], now: float, settings: OperatorSettings | None = None
+) -> tuple[Action, ...]:
+    """What to do about one resource that has the nodes for itself."""
+    jobs, services = ((resource,), ()) if isinstance(resource, NPUJob) else ((), (resource,))
+    snapshot = Snapshot(now, jobs, services, tuple(pods), tuple(nodes), fronts=frozenset({resource.key}))
+    return reconcile_all(snapshot, settings or OperatorSettings()).actions.get(_label(resource), ())
+
+
+def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy | None = None) -> Round:
+    """What to do about everything."""
+    slow = slow_nodes(snapshot.jobs, snapshot.now)
+    nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
+    owned: dict[str, list[Pod]] = defaultdict(list)
+    for pod in snapshot.pods:
+        owned[pod.owner].append(pod)
+    fleet = Fleet(nodes.values())
+    looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings) for job in snapshot.jobs}
+    steps = {key: advance(look) for key, look in looks.items()}
+    for key, step in steps.items():
+        _reserve(fleet, looks[key].job, step.status.placement, looks[key].pods, settings)
+    service_looks = {
+        service.key: ServiceLook(
+            service, owned[service.metadata.uid], nodes, snapshot.now, settings, snapshot.loads.get(service.key, ()), service.key in snapshot.fronts
+        )
+        for service in snapshot.services
+    }
+    service_steps = _serve(service_looks, fleet)
+    decision = _line(looks, steps, fleet, snapshot.now, policy or Policy())
+    actions = {_label(look.job): _actions(look.job, steps[key].status, steps[key].actions) for key, look in looks.items()}
+    actions |= {_label(look.service): _actions(look.service, service_steps[key].status, service_steps[key].actions) for key, look in service_looks.items()}
+    for invalid in snapshot.invalid:
+        metadata = invalid.body["metadata"]
+        actions[f"{invalid.body['kind']} {metadata.get('namespace', 'default')}/{metadata['name']}"] = _unreadable(invalid, snapshot.now)
+    return Round({key: done for key, done in actions.items() if done}, decision)
+
+
+def _label(resource: NPUJob | NPUService) -> str:
+    return f"{resource.kind} {resource.key}"
+
+
+def _reserve(fleet: Fleet, resource: NPUJob | NPUService, places: Sequence[PodPlacement], pods: Sequence[Pod], settings: OperatorSettings) -> None:
+    """Take the places that were given to pods which are not there yet."""
+    there = {pod.name for pod in pods}
+    missing = [place for place in places if place.pod not in there and place.node]
+    if missing:
+        fleet.occupy(missing, _shape(resource, settings))
+
+
+def _shape(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
+    npus = resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica
+    return shape_of(resource.spec.profile, resource.spec.resource_name, npus, full_template(resource, settings))
+
+
+def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet) -> dict[str, ServiceStep]:
+    """Every service's step; replicas are placed before jobs, for somebody waits for their answers."""
+    steps: dict[str, ServiceStep] = {}
+    for key, look in looks.items():
+        step = ServiceStep(look.service.status)
+        try:
+            step = advance_service(look)
+            _reserve(fleet, look.service, step.status.placement, look.pods, look.settings)
+            if step.wanted:
+                step = _place_replicas(look, step, fleet)
+        except ValueError as error:
+            step = no_room(look, step, str(error))
+        steps[key] = step
+    return steps
+
+
+def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> ServiceStep:
+    beside: dict[str, int] = defaultdict(int)
+    for entry in step.status.placement:
+        beside[entry.node] += 1
+    request = Request(look.service.key, step.wanted, _shape(look.service, look.settings), least=1, spread=True, beside=beside, avoid=step.avoid)
+    found = place(request, fleet)
+    if not isinstance(found, Placement):
+        return no_room(look, step, found.reason)
+    fleet.occupy(found.pods, request.shape)
+    step = replicas_placed(look, step, found.pods)
+    if not step.wanted:
+        return step
+    rest = place(replace(request, pods=step.wanted), fleet)
+    return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
+
+
+def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: float, policy: Policy) -> Decision:
+    """Let the line move, and change the steps of those that start, make room or go on waiting."""
+    waiting: list[Waiting] = []
+    running: list[Running] = []
+    for key, look in looks.items():
+        step = steps[key]
+        try:
+            if step.waits and look.job.spec.scheduler != "own":
+                pause = seconds_of(step.status.restart_time) or 0.0
+                if pause <= now:
+                    names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
+                    steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
+            elif step.waits:
+                waiting.append(_waiting(look, step))
+            elif (gang := _running(look, step)) is not None:
+                running.append(gang)
+        except ValueError as error:
+            steps[key] = refused(look, step, str(error))
+    decision = decide(waiting, running, fleet, now, policy)
+    for start in decision.starts:
+        steps[start.key] = placed(looks[start.key], steps[start.key], start.pods)
+    for preemption in decision.preemptions:
+        steps[preemption.victim] = make_room(looks[preemption.victim], steps[preemption.victim], preemption.beneficiary)
+    for key, reason in decision.reasons.items():
+        if steps[key].waits:
+            steps[key] = refused(looks[key], steps[key], reason)
+    return decision
+
+
+def _waiting(look: Look, step: Step) -> Waiting:
+    job, status = look.job, step.status
+    names = pod_names(job, status.attempt + 1, max(status.wish, job.spec.world_size))
+    avoid = frozenset(entry.node for entry in status.avoid)
+    request = Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods), avoid=avoid)
+    since = seconds_of(status.queue_time) or look.now
+    return Waiting(request, job.spec.priority, since, status.waited_seconds, seconds_of(status.restart_time) or 0.0)
+
+
+def _running(look: Look, step: Step) -> Running | None:
+    """The gang as the line sees it; None for one that holds nothing, or that another scheduler placed."""
+    job, status = look.job, step.status
+    if job.spec.scheduler != "own":
+        return None
+    holds = status.phase in ("Placing", "Running")
+    if holds:
+        pods = tuple(place for rank, place in enumerate(status.placement) if rank not in status.finished_ranks)
+    else:
+        pods = tuple(PodPlacement(pod=pod.name, node=pod.node, npus=pod.npus) for pod in look.pods if look.alive(pod))
+    if not pods:
+        return None
+    names = pod_names(job, status.attempt, job.spec.most_pods if holds and not status.finished_ranks else len(pods))
+    started = seconds_of(status.placed_time) or look.now
+    start, deadline = seconds_of(status.start_time), job.spec.deadline_seconds
+    return Running(
+        request=Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods)),
+        pods=pods,
+        priority=job.spec.priority,
+        since=seconds_of(status.queue_time) or started,
+        waited=status.waited_seconds,
+        started=started,
+        restartable=job.spec.restart_policy.limit > 0,
+        leaving=not holds or job.deleting,
+        ends=start + deadline if start and deadline else None,
+    )
+
+
+def _actions(resource: NPUJob | NPUService, status: NPUJobStatus | NPUServiceStatus, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The status first, so that whoever comes next knows what was meant."""
+    if status == resource.status:
+        return tuple(actions)
+    metadata = resource.metadata
+    return (PatchStatus(resource.kind, metadata.namespace, metadata.name, metadata.uid, metadata.resource_version, status.to_body()), *actions)
+
+
+def _unreadable(invalid: Invalid, now: float) -> tuple[Action, ...]:
+    """Say what is wrong with a resource; its pods are left as they are."""
+    metadata, old = invalid.body["metadata"], invalid.body.get("status") or {}
+    try:
+        model = NPUJobStatus if invalid.body["kind"] == JOB_KIND else NPUServiceStatus
+        known = model.model_validate(old)
+    except ValueError:
+        known = model()
+    if known.message == invalid.reason:
+        return ()
+    conditions = with_conditions(known.conditions, {"Accepted": False}, "InvalidSpec", invalid.reason, metadata.get("generation", 0), now)
+    status = known.model_copy(update={"message": invalid.reason, "conditions": conditions, "observed_generation": metadata.get("generation", 0)})
+    name, namespace = metadata["name"], metadata.get("namespace", "default")
+    return (PatchStatus(invalid.body["kind"], namespace, name, metadata.get("uid", ""), metadata.get("resourceVersion", ""), status.to_body()),)

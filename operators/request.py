@@ -1,0 +1,170 @@
+"""What a gang asks of the nodes, and whether one node may carry its pods at all (labels, affinity, taints)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from semantide.operators.node import Node, Taint
+from semantide.operators.profiles import profile_of
+from semantide.operators.quantities import quantity
+from semantide.operators.resources import NPUJob, NPUService
+
+
+@dataclass(frozen=True)
+class Toleration:
+    """Lets a pod onto nodes with a taint."""
+
+    key: str = ""
+    operator: str = "Equal"
+    value: str = ""
+    effect: str = ""
+
+    def covers(self, taint: Taint) -> bool:
+        """Whether the taint does not count for this pod."""
+        if self.effect and self.effect != taint.effect:
+            return False
+        if not self.key:
+            return self.operator == "Exists"
+        return self.key == taint.key and (self.operator == "Exists" or self.value == taint.value)
+
+
+@dataclass(frozen=True)
+class Expression:
+    """One term of a node affinity: a label and what it must be."""
+
+    key: str
+    operator: str
+    values: tuple[str, ...] = ()
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether a node with these labels fulfils it."""
+        value = labels.get(self.key)
+        match self.operator:
+            case "In":
+                return value in self.values
+            case "NotIn":
+                return value not in self.values
+            case "Exists":
+                return value is not None
+            case "DoesNotExist":
+                return value is None
+            case "Gt" | "Lt":
+                try:
+                    found, bound = int(value or ""), int(self.values[0])
+                except (ValueError, IndexError):
+                    return False
+                return found > bound if self.operator == "Gt" else found < bound
+            case _:
+                return False
+
+    def __str__(self) -> str:
+        if self.operator == "In" and len(self.values) == 1:
+            return f"{self.key}={self.values[0]}"
+        return f"{self.key} {self.operator} {', '.join(self.values)}".rstrip()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What each pod needs; requests of the same shape fit the same nodes."""
+
+    npus: int = 0
+    resource_name: str = ""
+    aligned: bool = True
+    millicores: float = 0.0
+    memory_bytes: float = 0.0
+    terms: tuple[tuple[Expression, ...], ...] = ((),)  # any of these sets of expressions
+    tolerations: tuple[Toleration, ...] = ()
+
+    def obstacle(self, node: Node) -> str:
+        """Why this node cannot carry such a pod even when it is empty, in plain words; empty when it can."""
+        if node.unusable:
+            return node.unusable
+        if self.npus and node.resource_name != self.resource_name:
+            return f"without {self.resource_name}"
+        if not any(all(expression.holds(node.labels) for expression in term) for term in self.terms):
+            missing = next(expression for term in self.terms for expression in term if not expression.holds(node.labels))
+            return f"without the label {missing}" if missing.operator in ("In", "Exists") else f"kept away by {missing}"
+        for taint in node.taints:
+            if taint.effect != "PreferNoSchedule" and not any(toleration.covers(taint) for toleration in self.tolerations):
+                return f"with the taint {taint.key}{'=' if taint.value else ''}{taint.value} that is not tolerated"
+        if self.npus > node.capacity:
+            return f"too small ({node.capacity:,} {self.resource_name})"
+        if self.millicores > node.millicores:
+            return f"too small ({node.millicores / 1000:g} processors)"
+        return f"too small ({node.memory_bytes / 2**30:.3g} GiB)" if self.memory_bytes > node.memory_bytes else ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A gang: ``least`` to ``len(pods)`` pods of one shape, all placed at once.
+
+    ``spread`` puts them far apart (replicas of a service) instead of close together; ``beside`` counts the replicas that
+    nodes carry already. Nodes in ``avoid`` are used last.
+    """
+
+    key: str
+    pods: tuple[str, ...]
+    shape: Shape = Shape()
+    least: int = 0
+    spread: bool = False
+    beside: Mapping[str, int] = field(default_factory=dict)
+    avoid: frozenset[str] = frozenset()
+
+    @property
+    def fewest(self) -> int:
+        """The fewest pods that it takes."""
+        return self.least or len(self.pods)
+
+    @property
+    def npus(self) -> int:
+        """NPUs of all its pods."""
+        return self.shape.npus * len(self.pods)
+
+
+def _terms(required: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return required.get("nodeSelectorTerms") or ({},)
+
+
+def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str, Any]) -> Shape:
+    """The shape of pods with this template (``nodeSelector``, ``affinity``, ``tolerations``, ``resources``).
+
+    Raises: ValueError.
+    """
+    kind = profile_of(profile)
+    name = resource_name or kind.resource_name
+    if npus and not name:
+        raise ValueError(f"{npus} NPUs a pod asked for, but the profile {profile!r} has no devices: name resourceName, or set the NPUs to 0")
+    selector = tuple(Expression(key, "In", (str(value),)) for key, value in sorted((template.get("nodeSelector") or {}).items()))
+    required: Mapping[str, Any] = ((template.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    terms = tuple(
+        selector + tuple(Expression(entry["key"], entry["operator"], tuple(entry.get("values") or ())) for entry in term.get("matchExpressions") or ())
+        for term in _terms(required)
+    )
+    tolerations = tuple(
+        Toleration(**{key: str(entry[key]) for key in ("key", "operator", "value", "effect") if entry.get(key)}) for entry in template.get("tolerations") or ()
+    )
+    resources = template.get("resources") or {}
+    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return Shape(
+        npus=npus,
+        resource_name=name if npus else "",
+        aligned=kind.aligned,
+        millicores=1000 * quantity(asked.get("cpu", 0)),
+        memory_bytes=quantity(asked.get("memory", 0)),
+        terms=terms,
+        tolerations=tolerations,
+    )
+
+
+def job_request(job: NPUJob, pods: tuple[str, ...], least: int | None = None, avoid: frozenset[str] = frozenset()) -> Request:
+    """The gang of a job; ``pods`` are the names of its pods by rank, as many as it would like to have."""
+    shape = shape_of(job.spec.profile, job.spec.resource_name, job.spec.npus_per_pod, job.spec.template)
+    return Request(job.key, pods, shape, least=min(len(pods), job.spec.least_pods if least is None else least), avoid=avoid)
+
+
+def replica_request(service: NPUService, pods: tuple[str, ...], beside: Mapping[str, int], key: str = "") -> Request:
+    """Further replicas of a service, of which as many start as find room."""
+    shape = shape_of(service.spec.profile, service.spec.resource_name, service.spec.npus_per_replica, service.spec.template)
+    return Request(key or service.key, pods, shape, least=1, spread=True, beside=beside)

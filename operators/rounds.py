@@ -1,0 +1,119 @@
+"""The operator's work without its clients: listen, look at everything, decide, carry out, again.
+
+Rounds are level-triggered: each looks at all that is, so a lost event, a failed write or a death half-way costs the time to the next round and nothing else.
+Only the holder of the lease acts, and it stops in the middle of a round when it can no longer be sure of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+
+from semantide.operators.actions import Action
+from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.cluster import Api, Body, carry_out
+from semantide.operators.device_health import CONFIG_MAP_PREFIX
+from semantide.operators.meters import Meters
+from semantide.operators.pods import time_of
+from semantide.operators.reconcile import Round, reconcile_all
+from semantide.operators.resources import JOB_KIND, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_KIND
+from semantide.operators.settings import OperatorSettings
+from semantide.operators.snapshot import WATCHED, ObjectCache, Snapshot
+from semantide.shared.errors import Conflict, NotFound, SemantideError
+
+_WRITERS = 8
+_log = logging.getLogger("semantide.operator")
+
+
+class Rounds:
+    """Looks at the cluster through ``api`` and what ``cache`` has heard. ``leads`` says whether this process may act at this moment."""
+
+    def __init__(
+        self,
+        api: Api,
+        settings: OperatorSettings,
+        clock: Callable[[], float],
+        leads: Callable[[], bool] = lambda: True,
+        meters: Meters | None = None,
+    ) -> None:
+        self.api, self.settings, self.cache = api, settings, ObjectCache()
+        self._clock, self._leads = clock, leads
+        self._meters = meters or Meters()
+        self._device_infos: list[Body] = []
+        self._listed = self._asked_devices = float("-inf")
+        self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
+        self.last: Snapshot | None = None
+        self._turn = Lock()
+
+    def forget(self) -> None:
+        """Read everything anew before the next round: somebody else may have acted since."""
+        self._listed = float("-inf")
+
+    def measured(self, loads: Mapping[str, tuple[ReplicaLoad, ...]]) -> None:
+        """What services' replicas say of their load; used from the next round on."""
+        self._loads = loads
+
+    def turn(self) -> Round | None:
+        """One round; None where this process does not lead.
+
+        Raises: TransientError, PermanentError when the cluster cannot be read.
+        """
+        with self._turn:
+            if not self._leads():
+                return None
+            now = self._clock()
+            self._refresh(now)
+            snapshot = self.cache.snapshot(self.settings, now, self._device_infos, self._loads)
+            self.last = snapshot
+            decided = reconcile_all(snapshot, self.settings)
+            self._meters.saw(snapshot, decided)
+            with ThreadPoolExecutor(_WRITERS, "writer") as writers:
+                failures = sum(writers.map(lambda entry: self._carry_out(*entry), decided.actions.items()))
+            self._meters.did(decided, failures, self._clock() - now)
+            return decided
+
+    def _refresh(self, now: float) -> None:
+        settings = self.settings
+        if now - self._listed >= settings.relist_seconds:
+            for kind in WATCHED:
+                self.cache.settle(kind, self.api.list(kind, "" if kind == "Node" else settings.namespace))
+            self.cache.settle("Service", self.api.list("Service", settings.namespace, f"{MANAGED_BY_LABEL}={MANAGED_BY}"))
+            self._listed = now
+        if settings.device_info_namespace and now - self._asked_devices >= settings.device_info_seconds:
+            try:
+                found = self.api.list("ConfigMap", settings.device_info_namespace).items
+                self._device_infos = [body for body in found if body["metadata"]["name"].startswith(CONFIG_MAP_PREFIX)]
+            except SemantideError as error:
+                # What was last known of the devices is better than nothing.
+                _log.warning("the devices' health cannot be read: %s", error)
+            self._asked_devices = now
+
+    def _carry_out(self, resource: str, actions: tuple[Action, ...]) -> bool:
+        """One resource's actions; whether they failed."""
+        kind, key = resource.split(" ", 1)
+        try:
+            for action in actions:
+                if not self._leads():
+                    return True
+                carry_out((action,), self.api, self.cache.put, lambda: time_of(self._clock()))
+            return False
+        except (Conflict, NotFound) as error:
+            # Somebody has written since, or it is gone: the next round begins with what is there now.
+            _log.info("%s changed meanwhile: %s", resource, error)
+            self._reread(kind, *key.split("/", 1))
+            return True
+        except SemantideError as error:
+            _log.warning("%s is tried again: %s", resource, error)
+            return True
+
+    def _reread(self, kind: str, namespace: str, name: str) -> None:
+        if kind not in (JOB_KIND, SERVICE_KIND):
+            return
+        try:
+            self.cache.put(self.api.get(kind, namespace, name))
+        except NotFound:
+            self.forget()
+        except SemantideError as error:
+            _log.info("%s %s/%s cannot be read: %s", kind, namespace, name, error)

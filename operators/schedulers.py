@@ -1,0 +1,44 @@
+"""Who puts a gang's pods onto nodes: the operator itself, Volcano, or Kubernetes' own gang scheduling.
+
+Handed over, the operator still makes the pods, restarts the gang and reports; it does not place, and pods are held back by their scheduler until
+the least number fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from semantide.operators.pod_template import owned
+from semantide.operators.resources import JOB_LABEL, NPUJob
+
+_VOLCANO = "scheduling.volcano.sh/v1beta1"
+_NATIVE = "scheduling.k8s.io/v1beta1"
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What a gang needs beside its pods, and what every pod of it says."""
+
+    objects: tuple[Mapping[str, Any], ...] = ()
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    pod_spec: Mapping[str, Any] = field(default_factory=dict)
+
+
+def hand_over(job: NPUJob, gang: str, pods: int, resources: Mapping[str, str], queue: str) -> HandOver:
+    """How the job's scheduler hears of a gang of so many pods."""
+    metadata = owned(job, gang, {JOB_LABEL: job.name[:63]})
+    least = min(pods, job.spec.least_pods)
+    if job.spec.scheduler == "volcano":
+        group = {
+            "apiVersion": _VOLCANO,
+            "kind": "PodGroup",
+            "metadata": metadata,
+            "spec": {"minMember": least, "queue": queue, "minResources": {name: str(int(count) * least) for name, count in resources.items()}},
+        }
+        return HandOver((group,), {"scheduling.k8s.io/group-name": gang}, {"schedulerName": "volcano"})
+    if job.spec.scheduler == "native":
+        group = {"apiVersion": _NATIVE, "kind": "PodGroup", "metadata": metadata, "spec": {"schedulingPolicy": {"gang": {"minCount": least}}}}
+        return HandOver((group,), {}, {"schedulingGroup": {"podGroupName": gang}})
+    return HandOver()

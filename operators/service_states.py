@@ -1,0 +1,225 @@
+"""What becomes of one service: how many replicas there should be, which of them go, and which are still to be placed. Pure.
+
+    Surge     a replica of the new revision beside the old ones; an old one goes when a new one is ready
+    InPlace   an old one goes first, and a new one takes its room: needs no spare NPUs, and answers with fewer replicas meanwhile
+
+A new revision that does not become ready replaces nothing: under Surge no old replica goes, under InPlace no more than ``maxUnavailable``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from semantide.operators.actions import Action, Create, DeletePod, Event
+from semantide.operators.balancing import Balance, ReplicaLoad, balance, service_load
+from semantide.operators.conditions import with_conditions
+from semantide.operators.job_states import STUCK_SECONDS
+from semantide.operators.node import Node
+from semantide.operators.pods import Pod, seconds_of, time_of
+from semantide.operators.resources import NPUService, NPUServiceStatus, PodPlacement, ServicePhase
+from semantide.operators.service_pods import replica_manifests, replica_prefix, service_manifest, service_revision, service_selector
+from semantide.operators.settings import OperatorSettings
+
+
+@dataclass(frozen=True)
+class ServiceLook:
+    """What one round knows of a service's surroundings. ``loads`` are of the replicas that answered; ``fronted``: its Service is there."""
+
+    service: NPUService
+    pods: Sequence[Pod]
+    nodes: Mapping[str, Node]
+    now: float
+    settings: OperatorSettings
+    loads: Sequence[ReplicaLoad] = ()
+    fronted: bool = True
+
+    def lost(self, pod: Pod) -> bool:
+        """Whether the pod's node cannot answer any more."""
+        return bool(pod.node) and (pod.node not in self.nodes or self.nodes[pod.node].gone)
+
+
+@dataclass(frozen=True)
+class ServiceStep:
+    """A service's new status and what to do once that is written. ``wanted`` are names of replicas to be placed; ``avoid`` nodes to be used last."""
+
+    status: NPUServiceStatus
+    actions: tuple[Action, ...] = ()
+    wanted: tuple[str, ...] = ()
+    avoid: frozenset[str] = frozenset()
+
+
+def advance_service(look: ServiceLook) -> ServiceStep:
+    """One look at a service."""
+    service = look.service
+    status = service.status.model_copy(update={"observed_generation": service.metadata.generation})
+    if service.deleting:
+        return ServiceStep(status, _end(look, look.pods))
+    status, plan = _wish(look, status)
+    revision = service_revision(service, look.settings)
+    failed = [pod for pod in look.pods if pod.finished or look.lost(pod) or _npu_failed(look, pod)]
+    staying = [pod for pod in look.pods if pod not in failed and not pod.deleting]
+    new = [pod for pod in staying if pod.revision == revision and pod.name != status.moving]
+    old = [pod for pod in staying if pod not in new]
+    planned = _planned(look, status, revision)
+    wished = 0 if service.spec.suspend else status.wish
+    leaving = list(staying) if service.spec.suspend else _leaving(service, new, old, wished)
+    surge = 1 if old and service.spec.rollout.strategy == "Surge" else 0
+    after = len(staying) + len(planned) - len(leaving)
+    wanted = max(0, min(wished - len(new) - len(planned), wished + surge - after))
+    moving = status.moving if any(pod.name == status.moving for pod in look.pods) else ""
+    avoid = frozenset(pod.node for pod in look.pods if pod.name == moving)
+    kept = [PodPlacement(pod=pod.name, node=pod.node or _place(status, pod).node, npus=pod.npus) for pod in staying if pod not in leaving]
+    ready = sum(pod.ready for pod in staying)
+    status = status.model_copy(
+        update={
+            "replicas": len(staying),
+            "ready_replicas": ready,
+            "updated_replicas": len(new),
+            "placement": (*kept, *planned),
+            "moving": moving,
+            "load": service_load(look.loads),
+            "selector": ",".join(f"{key}={value}" for key, value in service_selector(service).items()),
+        }
+    )
+    phase, reason, message = _summary(look, new, old, ready, wished)
+    status = concluded(look, status, phase, reason, message)
+    actions: tuple[Action, ...] = (
+        *(() if look.fronted else (Create(service_manifest(service)),)),
+        *_end(look, [*failed, *leaving, *(pod for pod in look.pods if pod.deleting and pod not in failed)]),
+        *_made(look, planned, revision),
+        *((_event(service, "Scaled", plan.reason),) if plan.reason and plan.replicas != service.status.wish else ()),
+        *((_event(service, "Moving", plan.reason),) if plan.move and plan.reason else ()),
+    )
+    return ServiceStep(status, actions, _names(look, status, revision, wanted), avoid)
+
+
+def replicas_placed(look: ServiceLook, step: ServiceStep, places: Sequence[PodPlacement]) -> ServiceStep:
+    """The step of a service some of whose wanted replicas have found their places."""
+    revision = service_revision(look.service, look.settings)
+    status = step.status.model_copy(update={"placement": (*step.status.placement, *places)})
+    try:
+        made = _made(look, places, revision)
+    except ValueError as error:
+        return no_room(look, step, str(error))
+    return replace(step, status=status, actions=(*step.actions, *made), wanted=step.wanted[len(places) :])
+
+
+def no_room(look: ServiceLook, step: ServiceStep, reason: str) -> ServiceStep:
+    """The step of a service whose wanted replicas, or some of them, find no room."""
+    if step.status.replicas and step.status.updated_replicas < step.status.replicas and look.service.spec.rollout.strategy == "Surge":
+        reason += "; rollout.strategy InPlace needs no room beside the old replicas"
+    status = step.status
+    return replace(step, status=concluded(look, status, status.phase, "NoRoom", f"{status.message}; {reason}" if status.message else reason))
+
+
+def concluded(look: ServiceLook, status: NPUServiceStatus, phase: ServicePhase, reason: str, message: str) -> NPUServiceStatus:
+    """The status with phase, message and conditions that say the same."""
+    answers = {
+        "Available": status.ready_replicas > 0 and phase in ("Running", "Rolling", "Degraded"),
+        "Complete": phase == "Running",
+        "Suspended": phase == "Suspended",
+    }
+    conditions = with_conditions(status.conditions, answers, reason, message, look.service.metadata.generation, look.now)
+    return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions})
+
+
+def _wish(look: ServiceLook, status: NPUServiceStatus) -> tuple[NPUServiceStatus, Balance]:
+    """How many replicas the load asks for, and whether one should run elsewhere."""
+    spec, now = look.service.spec, look.now
+    changed = seconds_of(status.scale_time)
+    loads = list(look.loads) if status.phase in ("Running", "Degraded") else []
+    plan = balance(spec, status.wish or spec.replicas.min, loads, now - changed if changed is not None else float("inf"))
+    if plan.move and not status.moving:
+        status = status.model_copy(update={"moving": plan.move, "scale_time": time_of(now)})
+    elif plan.move:
+        plan = replace(plan, move=None, reason="")
+    if plan.replicas != status.wish:
+        status = status.model_copy(update={"wish": plan.replicas, "scale_time": time_of(now) if status.wish else status.scale_time})
+    return status, plan
+
+
+def _leaving(service: NPUService, new: Sequence[Pod], old: Sequence[Pod], wished: int) -> list[Pod]:
+    """Replicas to end now."""
+    rollout = service.spec.rollout
+    ready = sum(pod.ready for pod in (*new, *old))
+    if old:
+        idle = [pod for pod in old if not pod.ready]
+        serving = sorted((pod for pod in old if pod.ready), key=lambda pod: (pod.created, pod.name))
+        may_lack = max(1, rollout.max_unavailable) if rollout.strategy == "InPlace" else 0
+        return [*idle, *serving[: max(0, ready - max(0, wished - may_lack))]]
+    # Those that do not answer go first, then the youngest.
+    order = sorted(new, key=lambda pod: (not pod.ready, pod.created, pod.name), reverse=True)
+    return order[: max(0, len(new) - wished)]
+
+
+def _planned(look: ServiceLook, status: NPUServiceStatus, revision: str) -> list[PodPlacement]:
+    """Places given to replicas that are not there: an earlier round could not create them, or somebody deleted them."""
+    there = {pod.name for pod in look.pods}
+    prefix = replica_prefix(look.service, revision)
+
+    def holds(place: PodPlacement) -> bool:
+        node = look.nodes.get(place.node)
+        sound = node is not None and not node.unusable and all(node.healthy >> npu & 1 for npu in place.npus)
+        return place.pod not in there and place.pod.startswith(f"{prefix}-") and sound
+
+    return [] if look.service.spec.suspend else [place for place in status.placement if holds(place)]
+
+
+def _made(look: ServiceLook, places: Sequence[PodPlacement], revision: str) -> tuple[Action, ...]:
+    manifests = (replica_manifests(look.service, place, revision, look.settings, look.now) for place in places)
+    return tuple(Create(manifest) for several in manifests for manifest in several)
+
+
+def _names(look: ServiceLook, status: NPUServiceStatus, revision: str, count: int) -> tuple[str, ...]:
+    """The first names that no pod has, not even one that is ending."""
+    taken = {pod.name for pod in look.pods} | {place.pod for place in status.placement}
+    prefix = replica_prefix(look.service, revision)
+    names: list[str] = []
+    number = 0
+    while len(names) < count:
+        if f"{prefix}-{number}" not in taken:
+            names.append(f"{prefix}-{number}")
+        number += 1
+    return tuple(names)
+
+
+def _place(status: NPUServiceStatus, pod: Pod) -> PodPlacement:
+    return next((place for place in status.placement if place.pod == pod.name), PodPlacement(pod=pod.name, node=""))
+
+
+def _npu_failed(look: ServiceLook, pod: Pod) -> bool:
+    node = look.nodes.get(pod.node)
+    return node is not None and pod.key in node.lost_holders
+
+
+def _end(look: ServiceLook, pods: Sequence[Pod]) -> tuple[Action, ...]:
+    result = []
+    for pod in pods:
+        stuck = pod.delete_by is not None and look.now > pod.delete_by + STUCK_SECONDS
+        if look.lost(pod) or stuck:
+            result.append(DeletePod(pod.namespace, pod.name, pod.uid, 0))
+        elif not pod.deleting:
+            result.append(DeletePod(pod.namespace, pod.name, pod.uid))
+    return tuple(result)
+
+
+def _summary(look: ServiceLook, new: Sequence[Pod], old: Sequence[Pod], ready: int, wished: int) -> tuple[ServicePhase, str, str]:
+    service = look.service
+    if service.spec.suspend:
+        return "Suspended", "Suspended", "suspended on request"
+    message = f"{ready} of {wished} replicas ready"
+    waits = next((f"{pod.name} waits for {pod.waits_for}" for pod in (*new, *old) if pod.waits_for and not pod.ready), "")
+    if waits:
+        message += f"; {waits}"
+    if not ready and wished:
+        return "Pending", "NotReady", message
+    outdated = sum(pod.name != service.status.moving for pod in old)
+    if old:
+        what = f"{outdated} of another revision" if outdated else "one moves to another node"
+        return "Rolling", "Rolling", f"{message}, {what}"
+    return ("Degraded", "NotReady", message) if ready < wished else ("Running", "Ready", message)
+
+
+def _event(service: NPUService, reason: str, message: str) -> Event:
+    return Event(service.kind, service.namespace, service.name, service.metadata.uid, reason, message)

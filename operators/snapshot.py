@@ -1,0 +1,167 @@
+"""What the operator knows of the cluster: the newest objects that it has seen, and one consistent reading of them for a round.
+
+A watch may miss what happened while it was cut off, and may tell of an object after the answer to our own later write: of two states of an object the newer
+one is kept, what was deleted does not come back, and a full listing now and then settles the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, TypeVar
+
+from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.cluster import Body, Listing
+from semantide.operators.inventory import DEVICE_NAMES, read_nodes
+from semantide.operators.node import Node
+from semantide.operators.pods import Pod
+from semantide.operators.resources import JOB_KIND, SERVICE_KIND, NPUJob, NPUService
+from semantide.operators.settings import OperatorSettings
+
+WATCHED = (JOB_KIND, SERVICE_KIND, "Pod", "Node")
+_REMEMBERED_DELETIONS = 100_000
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """A resource that this version cannot read, and why."""
+
+    body: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` names the Services that are there."""
+
+    now: float
+    jobs: tuple[NPUJob, ...] = ()
+    services: tuple[NPUService, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    invalid: tuple[Invalid, ...] = ()
+    loads: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
+    fronts: frozenset[str] = frozenset()
+
+
+class ObjectCache:
+    """The newest known state of every object of the watched kinds. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._objects: dict[str, dict[tuple[str, str], Body]] = {}
+        self._gone: dict[str, None] = {}
+        self._read: dict[str, tuple[str, Any]] = {}
+
+    def put(self, body: Body) -> bool:
+        """Keep an object unless a newer state of it is known; whether anything changed."""
+        with self._lock:
+            return self._put(body)
+
+    def drop(self, body: Body) -> None:
+        """Forget an object that was deleted."""
+        with self._lock:
+            self._drop(body)
+
+    def settle(self, kind: str, listing: Listing) -> None:
+        """Take a full listing: what it lacks, and what is not newer than it, is gone."""
+        with self._lock:
+            listed = {_key(body) for body in listing.items}
+            for key, body in list(self._objects.get(kind, {}).items()):
+                if key not in listed and _version(body) <= _number(listing.version):
+                    self._drop(body)
+            for body in listing.items:
+                self._put(body)
+
+    def bodies(self, kind: str) -> list[Body]:
+        """All objects of a kind."""
+        with self._lock:
+            return list(self._objects.get(kind, {}).values())
+
+    def snapshot(
+        self, settings: OperatorSettings, now: float, device_infos: Iterable[Body] = (), loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None
+    ) -> Snapshot:
+        """One reading of everything."""
+        invalid: list[Invalid] = []
+        jobs = self._resources(JOB_KIND, NPUJob.parse, settings, invalid)
+        services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
+        pods = self.bodies("Pod")
+        asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
+        nodes = read_nodes(
+            self.bodies("Node"), pods, device_infos, now=now, resource_names=(DEVICE_NAMES | asked) - {""}, gone_seconds=settings.node_grace_seconds
+        )
+        return Snapshot(
+            now=now,
+            jobs=tuple(jobs),
+            services=tuple(services),
+            pods=tuple(pod for body in pods if (pod := self._parsed(body, Pod.parse)).owner),
+            nodes=tuple(nodes),
+            invalid=tuple(invalid),
+            loads=loads or {},
+            fronts=frozenset("/".join(_key(body)) for body in self.bodies("Service")),
+        )
+
+    def _resources(self, kind: str, parse: Callable[[Mapping[str, Any]], _Read], settings: OperatorSettings, invalid: list[Invalid]) -> list[_Read]:
+        result = []
+        for body in self.bodies(kind):
+            try:
+                result.append(self._parsed(body, lambda body: parse(with_defaults(body, settings))))
+            except ValueError as error:
+                invalid.append(Invalid(body, str(error)))
+        return result
+
+    def _parsed(self, body: Body, read: Callable[[Body], _Read]) -> _Read:
+        uid, version = body["metadata"].get("uid", ""), body["metadata"].get("resourceVersion", "")
+        known = self._read.get(uid)
+        if known is not None and known[0] == version and uid:
+            found: _Read = known[1]
+            return found
+        value = read(body)
+        self._read[uid] = version, value
+        return value
+
+    def _put(self, body: Body) -> bool:
+        metadata = body["metadata"]
+        objects = self._objects.setdefault(body["kind"], {})
+        known = objects.get(_key(body))
+        if metadata.get("uid", "") in self._gone or (
+            known is not None and known["metadata"].get("uid") == metadata.get("uid") and _version(known) >= _version(body)
+        ):
+            return False
+        objects[_key(body)] = body
+        return True
+
+    def _drop(self, body: Body) -> None:
+        uid = body["metadata"].get("uid", "")
+        objects = self._objects.get(body["kind"], {})
+        known = objects.get(_key(body))
+        if known is not None and known["metadata"].get("uid") == uid:
+            del objects[_key(body)]
+        self._read.pop(uid, None)
+        self._gone[uid] = None
+        while len(self._gone) > _REMEMBERED_DELETIONS:
+            del self._gone[next(iter(self._gone))]
+
+
+def with_defaults(body: Mapping[str, Any], settings: OperatorSettings) -> dict[str, Any]:
+    """A resource with the operator's defaults where its spec is silent."""
+    spec = {"profile": settings.profile, **(body.get("spec") or {})}
+    if settings.resource_name and spec["profile"] == settings.profile:
+        spec["resourceName"] = spec.get("resourceName") or settings.resource_name
+    if body.get("kind") == JOB_KIND:
+        spec = {"scheduler": settings.scheduler, **spec}
+    return {**body, "spec": spec}
+
+
+def _key(body: Mapping[str, Any]) -> tuple[str, str]:
+    return body["metadata"].get("namespace", ""), body["metadata"]["name"]
+
+
+def _version(body: Mapping[str, Any]) -> int:
+    return _number(body["metadata"].get("resourceVersion", ""))
+
+
+def _number(version: str) -> int:
+    return int(version) if version.isdigit() else 0

@@ -1,0 +1,265 @@
+"""Who starts next, and who makes room.
+
+The line stands by priority, and waiting is worth priority: so long a wait, one step. Between two that wait the order never changes, so
+everybody comes to the head in the end. From the head down each gang starts if it finds room (backfill: smaller ones go
+past one that does not fit). What a gang may take from others, all of it after a checkpoint:
+
+    higher priority    from running gangs of lower priority (what those waited for counts for them), at once
+    head of the line   from gangs that went past it while it waited, after ``patience_seconds``
+    drain              where neither helps, after ``drain_seconds``: the nodes that will be free first take nobody else until it starts
+
+Room that is being given back is promised to whom it is for; a promise is not stored anywhere, it comes out the same at every look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from semantide.operators.fleet import Fleet
+from semantide.operators.placement import Placement, place
+from semantide.operators.refusal import Refusal, Survey
+from semantide.operators.request import Request, Shape
+from semantide.operators.resources import PodPlacement
+
+_SEARCHES = 16  # gangs that look for victims at one look
+_NAMES = 3  # victims named in a reason
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the line moves. ``ageing_seconds`` of waiting are worth one step of priority."""
+
+    ageing_seconds: float = 600.0
+    patience_seconds: float = 60.0
+    drain_seconds: float = 1800.0
+    regrow_seconds: float = 900.0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A gang without room. ``since`` is when it joined the line, ``waited`` what it waited before (seconds), ``after`` the end of its pause."""
+
+    request: Request
+    priority: int = 0
+    since: float = 0.0
+    waited: float = 0.0
+    after: float = 0.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A gang with room. ``since`` and ``waited`` are those it had in the line, ``started`` when it left it.
+
+    ``restartable``: it goes on from a checkpoint, so its room may be taken. ``leaving``: it was told to go and still holds its
+    room. ``ends``: when it is thought to end.
+    """
+
+    request: Request
+    pods: tuple[PodPlacement, ...]
+    priority: int = 0
+    since: float = 0.0
+    waited: float = 0.0
+    started: float = 0.0
+    restartable: bool = True
+    leaving: bool = False
+    ends: float | None = None
+
+    @property
+    def npus(self) -> int:
+        """NPUs it holds."""
+        return sum(len(pod.npus) for pod in self.pods)
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """``victim`` shall save a checkpoint and go, so that ``beneficiary`` can start (which may be itself, in another size)."""
+
+    victim: str
+    beneficiary: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one look at the line decides; ``reasons`` says for everybody who goes on waiting why."""
+
+    starts: tuple[Placement, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def standing(gang: Waiting, policy: Policy) -> float:
+    """Place in the line, the larger the nearer to its head; the difference of two does not change while both wait."""
+    return gang.priority + (gang.waited - gang.since) / policy.ageing_seconds
+
+
+def in_order(waiting: Iterable[Waiting], policy: Policy) -> list[Waiting]:
+    """The line, head first."""
+    return sorted(waiting, key=lambda gang: (-standing(gang, policy), gang.since, gang.request.key))
+
+
+def may_take(head: Waiting, victim: Running, policy: Policy, overtakers: bool) -> bool:
+    """Whether a waiting gang may have a running one's room."""
+    if not victim.restartable or victim.leaving:
+        return False
+    earned = victim.priority + (victim.waited + victim.started - victim.since) / policy.ageing_seconds
+    if head.priority > max(earned, victim.priority):
+        return True
+    stood = standing(head, policy) + victim.started / policy.ageing_seconds
+    return overtakers and head.since < victim.started and stood > earned
+
+
+def _without(fleet: Fleet, victims: Iterable[Running]) -> Fleet:
+    after = fleet.copy()
+    for victim in victims:
+        after.give_back(victim.pods, victim.request.shape)
+    return after
+
+
+def victims_for(request: Request, candidates: Sequence[Running], fleet: Fleet) -> list[Running]:
+    """The fewest of ``candidates`` (cheapest first) whose room lets the gang start; none when all together do not."""
+
+    def fits(victims: Sequence[Running]) -> bool:
+        return isinstance(place(request, _without(fleet, victims)), Placement)
+
+    least = request.shape.npus * request.fewest
+    on_nodes = {fleet.nodes[number].name for _, _, numbers in fleet.candidates(request.shape).kinds for number in numbers}
+    useful = [victim for victim in candidates if any(pod.node in on_nodes for pod in victim.pods)]
+    free = sum(fleet.free[number].bit_count() for _, _, numbers in fleet.candidates(request.shape).kinds for number in numbers)
+    if free + sum(victim.npus for victim in useful) < least or not fits(useful):
+        return []
+    low, high = 0, len(useful)  # so many of the cheapest are enough: more room never makes a gang fit less
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(useful[:middle]) else (middle + 1, high)
+    # Those without whom it would fit as well stay, the dearest first.
+    kept, chosen = _without(fleet, useful[:low]), list(useful[:low])
+    for victim in reversed(useful[:low]):
+        trial = kept.copy()
+        trial.occupy(victim.pods, victim.request.shape)
+        if isinstance(place(request, trial), Placement):
+            kept = trial
+            chosen.remove(victim)
+    return chosen
+
+
+def decide(
+    waiting: Iterable[Waiting],
+    running: Sequence[Running],
+    nodes: Fleet,
+    now: float,
+    policy: Policy = Policy(),
+) -> Decision:
+    """Look at the line once; ``nodes`` is left as it is."""
+    return _Look(running, nodes, now, policy).decide(in_order(waiting, policy))
+
+
+class _Look:
+    """One look: ``free`` is what can be used now, ``soon`` what will be when those that leave have left; promises are taken from both."""
+
+    def __init__(self, running: Sequence[Running], nodes: Fleet, now: float, policy: Policy) -> None:
+        self.now, self.policy, self.running = now, policy, running
+        self.free = nodes.copy()
+        self.soon = _without(nodes, (gang for gang in running if gang.leaving))
+        self.starts: list[Placement] = []
+        self.preemptions: list[Preemption] = []
+        self.reasons: dict[str, str] = {}
+        self._victims: set[str] = set()
+        self._surveys: dict[Shape, Survey] = {}
+        self._blocked = 0
+        self._searches = _SEARCHES
+
+    def decide(self, line: list[Waiting]) -> Decision:
+        for gang in line:
+            key = gang.request.key
+            if gang.after > self.now:
+                self.reasons[key] = f"pauses for another {math.ceil(gang.after - self.now)} seconds before it starts again"
+                continue
+            found = self._place(gang.request)
+            if isinstance(found, Placement):
+                self.starts.append(found)
+                self._promise(found, gang.request)
+            else:
+                self.reasons[key] = self._wait(gang, found)
+        if not self.starts and not self.preemptions and not self._blocked:
+            self._regrow()
+        return Decision(tuple(self.starts), tuple(self.preemptions), self.reasons)
+
+    def _place(self, request: Request) -> Placement | Refusal:
+        """Room now; what had too little of it for others of the same shape is not searched again, since room only shrinks during a look."""
+        survey = self._surveys.get(request.shape)
+        if survey is not None and survey.fitting < request.fewest:
+            return survey.refusal(request)
+        found = place(request, self.free)
+        if isinstance(found, Refusal):
+            self._surveys[request.shape] = found.survey
+        return found
+
+    def _promise(self, found: Placement, request: Request) -> None:
+        self.free.occupy(found.pods, request.shape)
+        self.soon.occupy(found.pods, request.shape)
+
+    def _wait(self, gang: Waiting, refusal: Refusal) -> str:
+        """Find other ways to room; says why the gang does not start now."""
+        request, waited = gang.request, gang.waited + self.now - gang.since
+        if not refusal.survey.ever(request):
+            return refusal.reason  # nor does it hold up those behind it
+        if isinstance(found := place(request, self.soon), Placement):
+            self._promise(found, request)
+            return f"{refusal.reason}; room for it is being given back"
+        if not self._blocked and waited >= self.policy.patience_seconds:
+            victims = self._take(gang, overtakers=True)
+        else:
+            victims = self._take(gang, overtakers=False) if any(other.priority < gang.priority for other in self.running) else []
+        if victims:
+            names = ", ".join(victim.request.key for victim in victims[:_NAMES]) + (f" and {len(victims) - _NAMES} more" if len(victims) > _NAMES else "")
+            return f"{refusal.reason}; {names} {'saves its' if len(victims) == 1 else 'save their'} state and {'makes' if len(victims) == 1 else 'make'} room"
+        self._blocked += 1
+        if self._blocked == 1 and waited >= self.policy.drain_seconds:
+            return f"{refusal.reason}; {self._drain(request):,} nodes are kept for it as they become free"
+        behind = f"; {self._blocked - 1:,} ahead of it in line" if self._blocked > 1 else ""
+        return refusal.reason + behind
+
+    def _take(self, gang: Waiting, overtakers: bool) -> list[Running]:
+        if self._searches == 0:
+            return []
+        candidates = [other for other in self.running if other.request.key not in self._victims and may_take(gang, other, self.policy, overtakers)]
+        if not candidates:
+            return []
+        self._searches -= 1
+        candidates.sort(key=lambda other: (other.priority, -other.started, other.request.key))
+        victims = victims_for(gang.request, candidates, self.soon)
+        for victim in victims:
+            self._victims.add(victim.request.key)
+            self.preemptions.append(Preemption(victim.request.key, gang.request.key))
+            self.soon.give_back(victim.pods, victim.request.shape)
+        if victims:
+            found = place(gang.request, self.soon)
+            assert isinstance(found, Placement), "the victims' room is enough"
+            self._promise(found, gang.request)
+        return victims
+
+    def _drain(self, request: Request) -> int:
+        """Keep the nodes with the least left to end for this gang; whatever ends there, they only become freer."""
+        empty = _without(self.soon, (gang for gang in self.running if not gang.leaving and gang.ends != math.inf and gang.request.key not in self._victims))
+        room, missing, kept = empty.room(request.shape), request.fewest, 0
+        busy = {number: (empty.free[number] & ~self.soon.free[number]).bit_count() / room[number] for number in room}
+        for number in sorted(room, key=lambda number: (busy[number], number)):
+            if missing <= 0:
+                break
+            for fleet in (self.free, self.soon):
+                fleet.close(number)
+            missing, kept = missing - room[number], kept + 1
+        return kept
+
+    def _regrow(self) -> None:
+        """Let one elastic gang that runs smaller than it would like start again larger, where nobody waits for the room."""
+        for gang in sorted(self.running, key=lambda gang: (-gang.priority, gang.started, gang.request.key)):
+            wanted, have = len(gang.request.pods), len(gang.pods)
+            if have >= wanted or gang.leaving or not gang.restartable or self.now - gang.started < self.policy.regrow_seconds:
+                continue
+            found = place(gang.request, _without(self.soon, (gang,)))
+            if isinstance(found, Placement) and len(found.pods) > have:
+                self.preemptions.append(Preemption(gang.request.key, gang.request.key))
+                return

@@ -1,0 +1,250 @@
+"""Long work on a cluster: the door to Kubernetes, and the watch that keeps jobs and NPUJobs of one room in step.
+
+    record in Redis (queued) -> NPUJob -> the operator's pods run ``semantide pod ID`` -> they record progress, metrics and outcome
+
+Every look compares all that there is with all that there should be, so a lost wake-up, a restart, a second worker of the room or an API server that was away
+cost time and nothing else. While the API server is away running jobs go on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from semantide.shared import broker as broker_door
+from semantide.shared.contracts import ENDED, JobRecord
+from semantide.shared.errors import BadData, ClusterUnavailable, NotFound
+from semantide.shared.jobs import Jobs, end_of_file, now_ms
+from semantide.shared.npujob import (
+    GROUP,
+    KIND,
+    PLURAL,
+    VERSION,
+    Create,
+    Delete,
+    Deployment,
+    End,
+    Found,
+    Note,
+    annotations,
+    body,
+    name_of,
+    next_step,
+    own_labels,
+    step_after_end,
+)
+from semantide.shared.room import Room
+from semantide.shared.telemetry import logger
+
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_LOOK_SECONDS = 2.0
+_MOST_PAUSE_SECONDS = 30.0
+_ANSWER_SECONDS = 10.0
+_LOG_TAIL_BYTES = 2000
+
+
+class NPUJobs:
+    """The NPUJobs of one namespace. ``api`` is a ``kubernetes.client.CustomObjectsApi``."""
+
+    def __init__(self, namespace: str, api: Any) -> None:
+        self._namespace, self._api = namespace, api
+
+    @classmethod
+    def connect(cls, namespace: str = "") -> NPUJobs:
+        """With the service account of this pod, or as ``kubectl`` does it; without a namespace in the one of the account.
+
+        Raises: ValueError without the client or any way to a cluster.
+        """
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise ValueError("job_runner is cluster, and the Kubernetes client is not installed: pip install 'semantide[cluster]'") from None
+        own = "default"
+        try:
+            config.load_incluster_config()
+            own = _NAMESPACE_FILE.read_text().strip()
+        except config.ConfigException:
+            try:
+                config.load_kube_config()
+                _, active = config.list_kube_config_contexts()
+                own = active["context"].get("namespace") or own
+            except config.ConfigException as error:
+                raise ValueError(f"job_runner is cluster, and there is no way to one ({error}): run in a pod with a service account, or set KUBECONFIG") from error
+        return cls(namespace or own, client.CustomObjectsApi())
+
+    def list(self, labels: Mapping[str, str]) -> dict[str, Found]:
+        """NPUJobs with these labels, by name.
+
+        Raises: ClusterUnavailable.
+        """
+        answer = self._call("list_namespaced_custom_object", label_selector=",".join(f"{name}={value}" for name, value in sorted(labels.items())))
+        return {item["metadata"]["name"]: Found.of(item) for item in answer["items"]}
+
+    def create(self, resource: Mapping[str, Any]) -> None:
+        """Make one; one that is there already is this one, made by somebody as quick.
+
+        Raises: BadData when the cluster finds it wrong, ClusterUnavailable.
+        """
+        self._call("create_namespaced_custom_object", body=dict(resource), fine=409)
+
+    def annotate(self, name: str, values: Mapping[str, str]) -> None:
+        """Set annotations of one that may be gone.
+
+        Raises: ClusterUnavailable.
+        """
+        self._call("patch_namespaced_custom_object", name=name, body={"metadata": {"annotations": dict(values)}}, fine=404)
+
+    def delete(self, name: str) -> None:
+        """Delete one that may be gone; its pods go first.
+
+        Raises: ClusterUnavailable.
+        """
+        self._call("delete_namespaced_custom_object", name=name, propagation_policy="Foreground", fine=404)
+
+    def _call(self, verb: str, fine: int = 0, **arguments: Any) -> Any:
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return getattr(self._api, verb)(
+                group=GROUP, version=VERSION, namespace=self._namespace, plural=PLURAL, _request_timeout=_ANSWER_SECONDS, **arguments
+            )
+        except ApiException as error:
+            if error.status == fine:
+                return None
+            said = f"{verb.split('_')[0]} {KIND}: {error.status} {error.reason}: {_message(error)}"
+            if error.status in (400, 422):
+                raise BadData(said) from error
+            remedy = {403: "give the worker's service account this right", 404: "install the chart's custom resources"}.get(error.status or 0, "it is tried again")
+            raise ClusterUnavailable(f"{said}: {remedy}") from error
+        except (OSError, HTTPError) as error:
+            raise ClusterUnavailable(f"{verb.split('_')[0]} {KIND}: the API server cannot be reached ({type(error).__name__}: {error}): it is tried again") from error
+
+
+def _message(error: Any) -> str:
+    with suppress(TypeError, ValueError):
+        return str(json.loads(error.body)["message"])
+    return str(error.body or "")[:500]
+
+
+class ClusterRunner:
+    """Keeps a room's jobs and their NPUJobs in step; stands where ``JobRunner`` stands for local processes."""
+
+    def __init__(self, room: Room, npujobs: NPUJobs | None = None, look_seconds: float = _LOOK_SECONDS) -> None:
+        try:
+            self.deployment = Deployment.model_validate(room.settings.cluster_jobs)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"SEMANTIDE_CLUSTER_JOBS: {'.'.join(map(str, first['loc']))}: {first['msg']} (got {str(first['input'])[:80]!r})") from error
+        self._room, self._jobs, self._look_seconds = room, Jobs(room.broker), look_seconds
+        self._npujobs = npujobs or NPUJobs.connect(self.deployment.namespace)
+        self._annotated: dict[str, dict[str, str]] = {}
+        self._wake, self._ending = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cluster-runner", daemon=True)
+        self._log = logger("jobs")
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Look no more; what runs on the cluster goes on."""
+        self._ending.set()
+        self._wake.set()
+        self._thread.join(_ANSWER_SECONDS + 5)
+
+    def _watch(self) -> None:
+        cause, pause = "", self._look_seconds
+        while not self._ending.is_set():
+            try:
+                self.look()
+                cause, pause = "", self._look_seconds
+            except (ClusterUnavailable, broker_door.RedisError) as error:
+                if str(error) != cause:
+                    self._log.warning("jobs and NPUJobs cannot be compared now; what runs goes on", error=str(error))
+                cause, pause = str(error), min(2 * pause, _MOST_PAUSE_SECONDS)
+            except Exception:
+                self._log.exception("the cluster runner stumbled and goes on")
+                pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def look(self) -> None:
+        """Compare once, and do what follows.
+
+        Raises: ClusterUnavailable.
+        """
+        # NPUJobs first, records after: what pods have recorded before they ended is then seen.
+        found = self._npujobs.list({**self.deployment.labels, **own_labels(self._room.name)})
+        records = [record for record in self._jobs.open_jobs(self._room.name) if record.state not in ENDED]
+        for record in records:
+            self._tend(record, found.pop(name_of(record), None))
+        open_names = {name_of(record) for record in records}
+        self._annotated = {name: said for name, said in self._annotated.items() if name in open_names}
+        for name, left in found.items():
+            self._tend_left_over(name, left)
+
+    def _tend(self, record: JobRecord, found: Found | None) -> None:
+        step = next_step(record, found)
+        match step:
+            case Create():
+                self._create(record)
+            case Delete(name):
+                self._npujobs.delete(name)
+            case End(state, error):
+                tail = end_of_file(self._folder(record.id) / "log.txt", _LOG_TAIL_BYTES).strip() if state == "failed" else ""
+                self._jobs.end_open(record, state, f"{error}; the end of its log: {tail}" if tail else error)
+            case Note(fields):
+                started = {"started": now_ms()} if fields.get("state") == "running" and not record.started else {}
+                self._jobs.write_open(record.id, **fields, **started)
+        if found is not None and found.phase == "Running" and not found.deleting:
+            self._annotate(record, found)
+
+    def _create(self, record: JobRecord) -> None:
+        try:
+            self._npujobs.create(body(record, self.deployment, self._room.settings.job_attempts))
+        except BadData as error:
+            self._jobs.end_open(record, "failed", str(error))
+            return
+        except ClusterUnavailable as error:
+            self._jobs.write_open(record.id, stage=f"waits for the cluster: {error}")
+            raise
+        self._jobs.write_open(record.id, npujob=name_of(record), stage="waits for the operator")
+        self._log.info("NPUJob made", job=record.id, kind=record.spec.kind, npujob=name_of(record))
+
+    def _annotate(self, record: JobRecord, found: Found) -> None:
+        said = annotations(record, self._jobs.step_seconds(record.id), found.pods, self._checkpoint(record.id))
+        if self._annotated.get(found.name) != said and any(found.annotations.get(name) != value for name, value in said.items()):
+            self._npujobs.annotate(found.name, said)
+        self._annotated[found.name] = said
+
+    def _tend_left_over(self, name: str, found: Found) -> None:
+        """An NPUJob whose job has ended, or was resumed under another name."""
+        with suppress(NotFound):  # the broker lost it, or it is not ours: nothing is deleted on a guess
+            record = self._jobs.get(self._job_id(name))
+            if record.state in ENDED or name_of(record) != name:
+                step = step_after_end(record, found, now_ms(), self.deployment.keep_seconds)
+                if step is not None:
+                    self._npujobs.delete(step.name)
+
+    @staticmethod
+    def _job_id(name: str) -> str:
+        head, mark, number = name.rpartition("-r")
+        return head if mark and number.isdigit() else name
+
+    def _folder(self, job_id: str) -> Path:
+        return self._room.settings.data_dir.absolute() / "jobs" / job_id
+
+    def _checkpoint(self, job_id: str) -> str:
+        """Name of the newest checkpoint, as in step-000000120."""
+        return max((path.name for path in (self._folder(job_id) / "checkpoints").glob("step-*[0-9]")), default="")
