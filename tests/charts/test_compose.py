@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+WATCHING = {"collector", "prometheus", "grafana"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rooms(compose: dict[str, Any]) -> dict[str, Any]:
-    return {name: service for name, service in compose["services"].items() if name != "redis"}
+    return {name: service for name, service in compose["services"].items() if name not in {"redis", *WATCHING}}
 
 
 def test_one_api_and_a_worker_for_every_room(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,7 @@ def test_the_command_line_has_the_same_verbs(rooms: dict[str, Any]) -> None:
 
 def test_only_loopback_is_published(compose: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
-    assert set(published) == {"api"}
+    assert set(published) == {"api", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert compose["networks"]["broker"]["internal"] is True
     assert compose["services"]["redis"]["networks"] == ["broker"]
@@ -64,6 +66,8 @@ def test_environments_are_settings(rooms: dict[str, Any], monkeypatch: pytest.Mo
     for service in rooms.values():
         for name, value in service["environment"].items():
             assert name.removeprefix("SEMANTIDE_").lower() in Settings.model_fields
+            # Nothing leaves the machine unless a collector is named.
+            value = value.removesuffix(":-}").removeprefix("${SEMANTIDE_OTLP_ENDPOINT")
             if not value.startswith("$"):
                 monkeypatch.setenv(name, value)
         settings = Settings()
@@ -103,20 +107,94 @@ def test_compose_itself_understands_it() -> None:
     assert outcome.returncode != 0 and "SEMANTIDE_API_KEYS" in outcome.stderr and "choose the API keys" in outcome.stderr
 
 
+def test_watching_is_asked_for(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert {name for name, service in services.items() if service.get("profiles") == ["observability"]} == WATCHING
+    assert not {name for name, service in services.items() if "profiles" in service} - WATCHING
+    for name in WATCHING:
+        for volume in services[name]["volumes"]:
+            source = volume.partition(":")[0]
+            assert source in compose["volumes"] or (REPOSITORY / source).exists(), volume
+        assert ":" in services[name]["image"] and not services[name]["image"].endswith(":latest"), name
+
+
+def test_prometheus_asks_every_process_and_the_collector(compose: dict[str, Any], rooms: dict[str, Any]) -> None:
+    config = yaml.safe_load((REPOSITORY / "docker" / "prometheus.yaml").read_text())
+    jobs = {job["job_name"]: [target for group in job["static_configs"] for target in group["targets"]] for job in config["scrape_configs"]}
+    assert set(jobs["semantide"]) == {f"{name}:{service['environment']['SEMANTIDE_METRICS_PORT']}" for name, service in rooms.items()}
+    exporter = yaml.safe_load((REPOSITORY / "docker" / "collector.yaml").read_text())["exporters"]["prometheus"]["endpoint"]
+    assert jobs["spans"] == [f"collector:{exporter.rpartition(':')[2]}"]
+    mounted = {volume.split(":")[1] for volume in compose["services"]["prometheus"]["volumes"]}
+    assert {f"/etc/prometheus/{name}" for name in config["rule_files"]} <= mounted
+
+
+def test_the_collector_s_pipelines_name_what_it_has() -> None:
+    config = yaml.safe_load((REPOSITORY / "docker" / "collector.yaml").read_text())
+    known = {name for kind in ("receivers", "processors", "exporters", "connectors") for name in config[kind]}
+    for pipeline in config["service"]["pipelines"].values():
+        assert {name for names in pipeline.values() for name in names} <= known
+
+
+def test_grafana_finds_prometheus_and_the_dashboard(compose: dict[str, Any]) -> None:
+    provisioning = REPOSITORY / "docker" / "grafana"
+    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"][0]
+    assert source["url"].removeprefix("http://").partition(":")[0] in compose["services"]
+    folder = yaml.safe_load((provisioning / "dashboards" / "semantide.yaml").read_text())["providers"][0]["options"]["path"]
+    grafana = compose["services"]["grafana"]
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] in {volume.split(":")[1] for volume in grafana["volumes"]}
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"].startswith(folder)
+
+
+def stages() -> dict[str, str]:
+    """The Dockerfile's stages by name."""
+    found = {}
+    for text in re.split(r"^FROM ", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]:
+        first, _, rest = text.partition("\n")
+        found[first.rpartition(" AS ")[2]] = f"{first}\n{rest}"
+    return found
+
+
 def test_the_image_is_built_from_every_package() -> None:
     let_in = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     assert set(project["tool"]["setuptools"]["package-dir"].values()) <= let_in
     assert {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml"} <= let_in
-    copied = re.findall(r"^COPY ([\w.]+) \./$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE)
-    assert copied == ["constraints.txt", "pyproject.toml"] and set(copied) <= let_in
+    copied = {name for names in re.findall(r"^COPY ([\w./ ]+) \./$", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE) for name in names.split()}
+    assert {"constraints.txt", "pyproject.toml", "docker/requirements.py"} <= copied
+    assert {name.partition("/")[0] for name in copied} <= let_in
     assert [name for name in copied if not (REPOSITORY / name).exists()] == []
 
 
-def test_the_image_needs_no_root_and_no_fetched_frontend() -> None:
-    text = (REPOSITORY / "Dockerfile").read_text()
-    assert "# syntax" not in text
-    final = text.rpartition("FROM ")[2]
+def test_the_default_image_needs_no_root_and_no_fetched_frontend() -> None:
+    assert "# syntax" not in (REPOSITORY / "Dockerfile").read_text()
+    assert list(stages())[-1] == "semantide" and stages()["semantide"].startswith("whole AS")
+    final = stages()["whole"]
     assert "USER 10001:10001" in final and "HEALTHCHECK" in final and 'ENTRYPOINT ["semantide"]' in final
     environment = dict(re.findall(r"(SEMANTIDE_\w+)=(\S+)", final))
     assert {name.removeprefix("SEMANTIDE_").lower() for name in environment} <= set(Settings.model_fields)
+
+
+def test_the_operator_has_neither_torch_nor_a_shell() -> None:
+    operator = stages()["operator"]
+    assert operator.startswith("scratch AS") and "USER 10001:10001" in operator and "RUN" not in operator
+    assert "torch" not in stages()["operator-environment"]
+    assert '"-m", "semantide.operators"]' in operator
+
+
+@pytest.fixture(scope="module")
+def requirements() -> Any:
+    spec = importlib.util.spec_from_file_location("requirements", REPOSITORY / "docker" / "requirements.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_images_are_installed_from_the_package_s_own_requirements(requirements: Any) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert requirements.requirements(project, ["s3"], only=False) == [*project["dependencies"], *project["optional-dependencies"]["s3"]]
+    assert requirements.requirements(project, ["s3"], only=True) == project["optional-dependencies"]["s3"]
+    with pytest.raises(SystemExit, match="no extra 'cuda'"):
+        requirements.requirements(project, ["cuda"], only=False)
+    named = set(re.findall(r"requirements.py --only (\w+)", (REPOSITORY / "Dockerfile").read_text()))
+    assert named == {"operator"} <= set(project["optional-dependencies"])

@@ -19,7 +19,7 @@ Generative recommendation on Kubernetes {kube} : the rooms of Semantide, Redis, 
 ```sh
 helm install semantide charts/semantide --set imageRepository=REGISTRY/semantide,operatorImageRepository=REGISTRY/semantide-operator
 helm test semantide       # asks for a recommendation
-helm upgrade semantide charts/semantide --reuse-values
+helm upgrade semantide charts/semantide --reset-then-reuse-values
 ```
 
 Profiles: `--values charts/semantide/values-cpu.yaml`, `values-nvidia.yaml`, `values-ascend.yaml`. [docs/operations.md](../../docs/operations.md) tells how
