@@ -1,4 +1,4 @@
-"""The rooms' process entry: ``python -m semantide.services.local api|worker|job|rank ...``.
+"""The rooms' process entry: ``python -m semantide.services.local api|worker|job|rank|pod ...``.
 
 ``api all`` mounts every room in one process for a laptop; ``api ROOM`` and ``worker ROOM`` are what compose and the chart run apart.
 The only file that may import several rooms.
@@ -17,16 +17,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 
 from semantide.shared import broker, telemetry
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS, RunJob
-from semantide.shared.errors import BrokerUnavailable
-from semantide.shared.jobs import AGAIN, Jobs, run_job
+from semantide.shared.errors import BrokerUnavailable, PermanentError
+from semantide.shared.jobs import AGAIN, FAILED, Jobs, run_job
 from semantide.shared.queues import Queues, handler
 from semantide.shared.room import Room
 
@@ -77,6 +78,7 @@ def serve(names: list[str], settings: Settings) -> None:
 
 def work(name: str, settings: Settings) -> None:
     """Run one room's worker: its queues, its jobs, its background thread."""
+    from semantide.shared.cluster_jobs import ClusterRunner
     from semantide.shared.job_runner import JobRunner
 
     telemetry.start(f"{name}-worker", settings)
@@ -85,7 +87,7 @@ def work(name: str, settings: Settings) -> None:
     Queues.trace()
     room = open_room(name, settings)
     tasks = _door(name, "tasks")
-    runner = JobRunner(room)
+    runner = ClusterRunner(room) if settings.job_runner == "cluster" else JobRunner(room)
 
     @handler(RunJob)
     def run(message: RunJob, room: Room) -> None:
@@ -140,6 +142,33 @@ def work_as_rank(job_id: str, settings: Settings) -> int:
     return run_rank(job_id, int(os.environ["RANK"]), door.run, settings, store, client, Queues(settings.redis_url))
 
 
+def work_as_pod(job_id: str, settings: Settings) -> int:
+    """Do the part of a job that is this pod's, by processes of its own; the operator's environment says which."""
+    from semantide.services.training.heartbeat import Watch, beats_folder
+    from semantide.shared.followed_jobs import FollowedJobs
+    from semantide.shared.pod import Place, adopted, run_pod
+
+    telemetry.start("pod", settings.model_copy(update={"metrics_port": 0}))
+    Queues.trace()
+    client = broker.connect(settings.redis_url)
+    place = Place.of(os.environ)
+    try:
+        adopted(job_id, os.environ, FollowedJobs(client))
+    except PermanentError as error:
+        sys.stderr.write(f"semantide: {error}\n")
+        return FAILED
+
+    @contextmanager
+    def watching(folder: Path) -> Iterator[None]:
+        with Watch(beats_folder(folder, place.pod), settings.training_timeout_seconds, time.time) as watch:
+            yield
+        if watch.said:
+            telemetry.logger("jobs").warning(watch.said, job=job_id)
+
+    store = ArtifactStore(settings.artifacts_root, settings.data_dir / "cache")
+    return run_pod(job_id, place, [sys.executable, "-m", "semantide.services.local"], watching, settings, store, client, Queues(settings.redis_url))
+
+
 def _keep_what_was_imported() -> None:
     """Modules are never garbage: to look through theirs takes a fifth of a second, for which the other ranks of a job would wait."""
     gc.collect()
@@ -169,6 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     verbs.add_parser("worker").add_argument("room", choices=ROOMS)
     verbs.add_parser("job").add_argument("id")
     verbs.add_parser("rank").add_argument("id")
+    verbs.add_parser("pod").add_argument("id")
     options = parser.parse_args(arguments)
     settings = Settings()
     # Idle OpenMP threads that spin make a busy machine ten times slower; set before torch loads its runtime.
@@ -187,11 +217,13 @@ def main(arguments: list[str] | None = None) -> int:
             work(options.room, settings)
         elif options.verb == "rank":
             return work_as_rank(options.id, settings)
+        elif options.verb == "pod":
+            return work_as_pod(options.id, settings)
         else:
             return work_on(options.id, settings)
     except (BrokerUnavailable, ValueError) as error:
         sys.stderr.write(f"semantide: {error}\n")
-        return AGAIN if options.verb in ("job", "rank") and isinstance(error, BrokerUnavailable) else 2
+        return AGAIN if options.verb in ("job", "rank", "pod") and isinstance(error, BrokerUnavailable) else 2
     return 0
 
 

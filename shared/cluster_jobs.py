@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from semantide.shared import broker as broker_door
 from semantide.shared.contracts import ENDED, JobRecord
 from semantide.shared.errors import BadData, ClusterUnavailable, NotFound
-from semantide.shared.jobs import Jobs, end_of_file, now_ms
+from semantide.shared.followed_jobs import FollowedJobs
+from semantide.shared.jobs import end_of_file, now_ms
 from semantide.shared.npujob import (
     GROUP,
     KIND,
@@ -32,11 +33,11 @@ from semantide.shared.npujob import (
     End,
     Found,
     Note,
-    annotations,
+    annotations_of,
     body,
+    found_of,
     name_of,
     next_step,
-    own_labels,
     step_after_end,
 )
 from semantide.shared.room import Room
@@ -75,16 +76,18 @@ class NPUJobs:
                 _, active = config.list_kube_config_contexts()
                 own = active["context"].get("namespace") or own
             except config.ConfigException as error:
-                raise ValueError(f"job_runner is cluster, and there is no way to one ({error}): run in a pod with a service account, or set KUBECONFIG") from error
+                raise ValueError(
+                    f"job_runner is cluster, and there is no way to one ({error}): run in a pod with a service account, or set KUBECONFIG"
+                ) from error
         return cls(namespace or own, client.CustomObjectsApi())
 
-    def list(self, labels: Mapping[str, str]) -> dict[str, Found]:
-        """NPUJobs with these labels, by name.
+    def of_room(self, room: str) -> dict[str, Found]:
+        """NPUJobs with work of one room, by name; whoever made them.
 
         Raises: ClusterUnavailable.
         """
-        answer = self._call("list_namespaced_custom_object", label_selector=",".join(f"{name}={value}" for name, value in sorted(labels.items())))
-        return {item["metadata"]["name"]: Found.of(item) for item in answer["items"]}
+        items = self._call("list_namespaced_custom_object")["items"]
+        return {found.name: found for found in map(Found.of, items) if found.room == room}
 
     def create(self, resource: Mapping[str, Any]) -> None:
         """Make one; one that is there already is this one, made by somebody as quick.
@@ -121,10 +124,14 @@ class NPUJobs:
             said = f"{verb.split('_')[0]} {KIND}: {error.status} {error.reason}: {_message(error)}"
             if error.status in (400, 422):
                 raise BadData(said) from error
-            remedy = {403: "give the worker's service account this right", 404: "install the chart's custom resources"}.get(error.status or 0, "it is tried again")
+            remedy = {403: "give the worker's service account this right", 404: "install the chart's custom resources"}.get(
+                error.status or 0, "it is tried again"
+            )
             raise ClusterUnavailable(f"{said}: {remedy}") from error
         except (OSError, HTTPError) as error:
-            raise ClusterUnavailable(f"{verb.split('_')[0]} {KIND}: the API server cannot be reached ({type(error).__name__}: {error}): it is tried again") from error
+            raise ClusterUnavailable(
+                f"{verb.split('_')[0]} {KIND}: the API server cannot be reached ({type(error).__name__}: {error}): it is tried again"
+            ) from error
 
 
 def _message(error: Any) -> str:
@@ -142,7 +149,7 @@ class ClusterRunner:
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"SEMANTIDE_CLUSTER_JOBS: {'.'.join(map(str, first['loc']))}: {first['msg']} (got {str(first['input'])[:80]!r})") from error
-        self._room, self._jobs, self._look_seconds = room, Jobs(room.broker), look_seconds
+        self._room, self._jobs, self._look_seconds = room, FollowedJobs(room.broker), look_seconds
         self._npujobs = npujobs or NPUJobs.connect(self.deployment.namespace)
         self._annotated: dict[str, dict[str, str]] = {}
         self._wake, self._ending = threading.Event(), threading.Event()
@@ -185,14 +192,16 @@ class ClusterRunner:
         Raises: ClusterUnavailable.
         """
         # NPUJobs first, records after: what pods have recorded before they ended is then seen.
-        found = self._npujobs.list({**self.deployment.labels, **own_labels(self._room.name)})
+        found = self._npujobs.of_room(self._room.name)
         records = [record for record in self._jobs.open_jobs(self._room.name) if record.state not in ENDED]
         for record in records:
-            self._tend(record, found.pop(name_of(record), None))
-        open_names = {name_of(record) for record in records}
-        self._annotated = {name: said for name, said in self._annotated.items() if name in open_names}
-        for name, left in found.items():
-            self._tend_left_over(name, left)
+            own = found_of(record, found)
+            self._tend(record, own)
+            if own is not None:
+                del found[own.name]
+        for left in found.values():
+            self._annotated.pop(left.name, None)
+            self._tend_left_over(left)
 
     def _tend(self, record: JobRecord, found: Found | None) -> None:
         step = next_step(record, found)
@@ -223,24 +232,16 @@ class ClusterRunner:
         self._log.info("NPUJob made", job=record.id, kind=record.spec.kind, npujob=name_of(record))
 
     def _annotate(self, record: JobRecord, found: Found) -> None:
-        said = annotations(record, self._jobs.step_seconds(record.id), found.pods, self._checkpoint(record.id))
+        said = annotations_of(record, self._jobs.step_seconds(record.id), found.pods, self._checkpoint(record.id))
         if self._annotated.get(found.name) != said and any(found.annotations.get(name) != value for name, value in said.items()):
             self._npujobs.annotate(found.name, said)
         self._annotated[found.name] = said
 
-    def _tend_left_over(self, name: str, found: Found) -> None:
-        """An NPUJob whose job has ended, or was resumed under another name."""
-        with suppress(NotFound):  # the broker lost it, or it is not ours: nothing is deleted on a guess
-            record = self._jobs.get(self._job_id(name))
-            if record.state in ENDED or name_of(record) != name:
-                step = step_after_end(record, found, now_ms(), self.deployment.keep_seconds)
-                if step is not None:
-                    self._npujobs.delete(step.name)
-
-    @staticmethod
-    def _job_id(name: str) -> str:
-        head, mark, number = name.rpartition("-r")
-        return head if mark and number.isdigit() else name
+    def _tend_left_over(self, found: Found) -> None:
+        with suppress(NotFound):  # another deployment's, or the broker lost it: nothing is deleted on a guess
+            step = step_after_end(self._jobs.get(found.job_id), found, now_ms(), self.deployment.keep_seconds)
+            if step is not None:
+                self._npujobs.delete(step.name)
 
     def _folder(self, job_id: str) -> Path:
         return self._room.settings.data_dir.absolute() / "jobs" / job_id

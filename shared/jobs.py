@@ -25,12 +25,12 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
-from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, TransientError
+from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, TransientError
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, current_trace, logger
 
-_INDEX = "semantide:jobs"
-_ENDED = "semantide:jobs:ended"  # hash "room/state" -> count
+JOBS_INDEX = "semantide:jobs"
+ENDED_JOBS = "semantide:jobs:ended"  # hash "room/state" -> count
 _METRICS_KEPT = 20_000
 METRICS_SECONDS = 30 * 86400  # live metrics of a job that has ended; a model keeps its own curve
 _RANKS_SECONDS = 600  # what ranks say of their steps is of the present alone
@@ -38,18 +38,6 @@ _RECORDS_PER_LOOK = 200
 AGAIN = 75  # exit status of a job's process that shall be started again without counting as a crash
 FAILED = 65  # exit status of a job's pod that shall not be started again: the job has failed, or was cancelled
 _PROGRESS_SECONDS = 0.2
-# Redis: what follows is done to a job that has not ended.
-_IF_OPEN = """
-local state = redis.call('hget', KEYS[1], 'state')
-if not state or state == '"succeeded"' or state == '"failed"' or state == '"cancelled"' then return 0 end
-"""
-_SET = "redis.call('hset', KEYS[1], unpack(ARGV)) return 1"
-_END = """
-redis.call('hset', KEYS[1], unpack(ARGV, 3))
-redis.call('srem', KEYS[2], ARGV[1])
-redis.call('expire', KEYS[3], ARGV[2])
-return 1
-"""
 
 
 def now_ms() -> int:
@@ -64,7 +52,9 @@ def open_jobs_key(room: str) -> str:
 
 def ended_jobs(client: Any) -> dict[tuple[str, str], int]:
     """How many jobs ever ended, by room and state."""
-    return {(room, state): int(count) for (room, _, state), count in ((key.decode().partition("/"), count) for key, count in client.hgetall(_ENDED).items())}
+    return {
+        (room, state): int(count) for (room, _, state), count in ((key.decode().partition("/"), count) for key, count in client.hgetall(ENDED_JOBS).items())
+    }
 
 
 @dataclass(frozen=True)
@@ -90,16 +80,6 @@ class Jobs:
         """Set some fields of a record."""
         self._redis.hset(self.key(job_id), mapping={name: json.dumps(value) for name, value in fields.items()})
 
-    def write_open(self, job_id: str, **fields: Any) -> bool:
-        """Set some fields unless the job has ended meanwhile; whether they were set."""
-        values = [text for name, value in fields.items() for text in (name, json.dumps(value))]
-        return bool(self._redis.eval(_IF_OPEN + _SET, 1, self.key(job_id), *values))
-
-    def open_jobs(self, room: str) -> list[JobRecord]:
-        """A room's jobs that have not ended, oldest first."""
-        records = [self.get(raw.decode()) for raw in self._redis.smembers(open_jobs_key(room))]
-        return sorted(records, key=lambda record: (record.created, record.id))
-
     def submit(self, spec: JobSpec) -> JobRecord:
         """Record a job, in one step, and tell its room."""
         record = JobRecord(id=f"{spec.kind}-{uuid.uuid4().hex[:12]}", spec=spec, created=now_ms(), trace=current_trace())
@@ -109,9 +89,9 @@ class Jobs:
     def _open(self, record: JobRecord, fields: Mapping[str, Any]) -> None:
         pipe = self._redis.pipeline(transaction=True)
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
-        pipe.zadd(_INDEX, {record.id: record.created})
+        pipe.zadd(JOBS_INDEX, {record.id: record.created})
         pipe.sadd(open_jobs_key(record.spec.room), record.id)
-        pipe.persist(self._metrics_key(record.id))
+        pipe.persist(self.metrics_key(record.id))
         pipe.execute()
         if self._queues is None:
             return
@@ -135,7 +115,7 @@ class Jobs:
         """Newest first."""
         records: list[JobRecord] = []
         begin = 0
-        while names := self._redis.zrevrange(_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
+        while names := self._redis.zrevrange(JOBS_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
             begin += len(names)
             pipe = self._redis.pipeline(transaction=False)
             for name in names:
@@ -183,35 +163,30 @@ class Jobs:
         pipe = self._redis.pipeline()
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
         pipe.srem(open_jobs_key(record.spec.room), record.id)
-        pipe.hincrby(_ENDED, f"{record.spec.room}/{state}", 1)
-        pipe.expire(self._metrics_key(record.id), METRICS_SECONDS)
+        pipe.hincrby(ENDED_JOBS, f"{record.spec.room}/{state}", 1)
+        pipe.expire(self.metrics_key(record.id), METRICS_SECONDS)
         pipe.execute()
 
-    def end_open(self, record: JobRecord, state: str, error: str) -> bool:
-        """Record how a job ended for others who watch it, unless it has recorded an end itself; whether that was so."""
-        fields = {"state": state, "error": error, "finished": now_ms()}
-        values = [text for name, value in fields.items() for text in (name, json.dumps(value))]
-        keys = [self.key(record.id), open_jobs_key(record.spec.room), self._metrics_key(record.id)]
-        return bool(self._redis.eval(_IF_OPEN + _END, len(keys), *keys, record.id, METRICS_SECONDS, *values))
-
     @staticmethod
-    def _metrics_key(job_id: str) -> str:
+    def metrics_key(job_id: str) -> str:
+        """The Redis stream of a job's live metrics."""
         return f"semantide:job:{job_id}:metrics"
 
     @staticmethod
-    def _ranks_key(job_id: str) -> str:
+    def ranks_key(job_id: str) -> str:
+        """The Redis hash of what ranks say of their steps."""
         return f"semantide:job:{job_id}:ranks"
 
     def step_seconds(self, job_id: str) -> dict[int, float]:
         """Seconds that each rank computed for a step of late, without its waits for others."""
-        return {int(rank): float(seconds) for rank, seconds in self._redis.hgetall(self._ranks_key(job_id)).items()}
+        return {int(rank): float(seconds) for rank, seconds in self._redis.hgetall(self.ranks_key(job_id)).items()}
 
     def metrics(self, job_id: str, after: int = -1) -> list[dict[str, float]]:
         """Metric rows with ``step`` > ``after``; of rows that a resumed run repeated, the last one."""
         rows: dict[tuple[int, tuple[str, ...]], dict[str, float]] = {}
         # From the newest back, so that somebody who follows a long run reads only what is new.
         last = "+"
-        while entries := self._redis.xrevrange(self._metrics_key(job_id), max=last, count=_RECORDS_PER_LOOK):
+        while entries := self._redis.xrevrange(self.metrics_key(job_id), max=last, count=_RECORDS_PER_LOOK):
             for _, entry in entries:
                 row = json.loads(entry[b"row"])
                 if row["step"] <= after:
@@ -257,7 +232,7 @@ class JobContext:
         def flush() -> None:
             pipe = self.broker.pipeline(transaction=True)
             for row in self._unsent:
-                pipe.xadd(Jobs._metrics_key(self.id), {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
+                pipe.xadd(Jobs.metrics_key(self.id), {"row": row}, maxlen=_METRICS_KEPT, approximate=True)
             pipe.execute()
             self._unsent.clear()
 
@@ -268,8 +243,8 @@ class JobContext:
 
         def tell() -> None:
             pipe = self.broker.pipeline(transaction=True)
-            pipe.hset(Jobs._ranks_key(self.id), str(rank), f"{seconds:.6g}")
-            pipe.expire(Jobs._ranks_key(self.id), _RANKS_SECONDS)
+            pipe.hset(Jobs.ranks_key(self.id), str(rank), f"{seconds:.6g}")
+            pipe.expire(Jobs.ranks_key(self.id), _RANKS_SECONDS)
             pipe.execute()
 
         self._quietly(tell)
@@ -286,12 +261,17 @@ class JobContext:
 
         Raises: JobCancelled when the job shall stop now.
         """
-        if self._stop.is_set():
+        if self.stopping:
             raise JobCancelled(f"job {self.id} was asked to stop")
 
     def stop(self) -> None:
         """Make the next ``check_cancelled`` raise."""
         self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job was asked to stop."""
+        return self._stop.is_set()
 
     def send(self, message: Message) -> None:
         """Put a message on its queue.
@@ -338,6 +318,9 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
         # No fault of the job's: it goes on from its folder when the broker is back.
         log.warning("the broker is away, the job will be started again", job=job_id, error=str(cause))
         return AGAIN
+    except RankLost as cause:
+        log.warning("a rank was lost, the job will be started again", job=job_id, error=str(cause))
+        return 1
     except Exception as cause:
         log.exception("job failed", job=job_id)
         state, error = "failed", f"{type(cause).__name__}: {cause}"
@@ -346,7 +329,7 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
             jobs.end(record, state, error=error, outcome=outcome)
             return 0
         except broker_door.ConnectionLost:
-            if context._stop.is_set():
+            if context.stopping:
                 return AGAIN
             time.sleep(0.5)
 

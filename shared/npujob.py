@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from semantide.shared.contracts import ENDED, Contract, JobRecord, JobState
+from semantide.shared.contracts import ENDED, JOB_ROOMS, Contract, JobRecord, JobState
 from semantide.shared.errors import BadData
 
 GROUP, VERSION, PLURAL, KIND = "semantide.io", "v1alpha1", "npujobs", "NPUJob"
@@ -39,17 +39,20 @@ class Deployment(Contract):
     """
 
     namespace: str = ""
-    labels: dict[str, str] = {}
-    default: dict[str, Any] = {}
-    kinds: dict[str, dict[str, Any]] = {}
+    labels: dict[str, str] = Field(default={})
+    default: dict[str, Any] = Field(default={})
+    kinds: dict[str, dict[str, Any]] = Field(default={})
     keep_seconds: float = Field(default=86400.0, ge=0, alias="keepSeconds")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the cluster holds of a job."""
+    """What the cluster holds of a job. ``ours``: made by ``body``, and not by hand."""
 
     name: str
+    job_id: str = ""
+    room: str = ""
+    ours: bool = True
     phase: str = ""
     message: str = ""
     restarts: int = 0
@@ -63,6 +66,9 @@ class Found:
         metadata, spec, status = resource["metadata"], resource.get("spec", {}), resource.get("status", {})
         return cls(
             name=metadata["name"],
+            job_id=spec.get("jobId") or metadata["name"],
+            room=spec.get("room") or JOB_ROOMS.get(spec.get("kind", ""), ""),
+            ours=(metadata.get("labels") or {}).get(MANAGED_BY_LABEL) == MANAGED_BY,
             phase=status.get("phase", ""),
             message=status.get("message", ""),
             restarts=int(status.get("restarts", 0)),
@@ -149,13 +155,14 @@ def body(record: JobRecord, deployment: Deployment, attempts: int) -> dict[str, 
     elif "elastic" in spec:
         within = spec["elastic"]
         spec["elastic"] = {"min": min(within.get("min", pods), pods), "max": max(within.get("max", pods), pods)}
-    metadata = {"name": name_of(record), "labels": {**deployment.labels, **own_labels(record.spec.room)}}
-    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": spec}
+    labels = {**deployment.labels, MANAGED_BY_LABEL: MANAGED_BY, ROOM_LABEL: record.spec.room}
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name_of(record), "labels": labels}, "spec": spec}
 
 
-def own_labels(room: str) -> dict[str, str]:
-    """Labels by which a room finds its NPUJobs."""
-    return {MANAGED_BY_LABEL: MANAGED_BY, ROOM_LABEL: room}
+def found_of(record: JobRecord, npujobs: Mapping[str, Found]) -> Found | None:
+    """The NPUJob of a job's present run: by name, or one that somebody made by hand for this job."""
+    by_name = npujobs.get(record.npujob or name_of(record))
+    return by_name or next((found for found in npujobs.values() if found.job_id == record.id and not found.ours), None)
 
 
 def next_step(record: JobRecord, found: Found | None) -> Step | None:
@@ -167,7 +174,9 @@ def next_step(record: JobRecord, found: Found | None) -> Step | None:
         return None if found.deleting else Delete(found.name)
     if found is None:
         if record.npujob:
-            return End("failed", f"its NPUJob {record.npujob} was deleted by somebody else: `semantide jobs resume {record.id}` goes on from its last checkpoint")
+            return End(
+                "failed", f"its NPUJob {record.npujob} was deleted by somebody else: `semantide jobs resume {record.id}` goes on from its last checkpoint"
+            )
         return Create()
     if found.phase == "Failed":
         return End("failed", f"NPUJob {found.name}: {found.message or 'it failed'}")
@@ -183,14 +192,16 @@ def next_step(record: JobRecord, found: Found | None) -> Step | None:
 
 
 def step_after_end(record: JobRecord, found: Found, now_ms: int, keep_seconds: float) -> Delete | None:
-    """What to do about the NPUJob of a job that has ended."""
-    if found.deleting:
+    """What to do about an NPUJob whose job has ended, or was resumed under another name."""
+    if found.deleting or not found.ours:
         return None
+    if record.state not in ENDED:
+        return Delete(found.name) if found.name != name_of(record) else None
     seconds = (now_ms - (record.finished or 0)) / 1000
     return Delete(found.name) if seconds > (keep_seconds if found.ended else _ENDING_SECONDS) else None
 
 
-def annotations(record: JobRecord, step_seconds: Mapping[int, float], pods: int, checkpoint: str) -> dict[str, str]:
+def annotations_of(record: JobRecord, step_seconds: Mapping[int, float], pods: int, checkpoint: str) -> dict[str, str]:
     """What the operator shows of a running job: progress, checkpoint, seconds of a step by pod, and how unequal they are.
 
     A pod is as slow as its slowest rank; ranks are numbered through pod by pod.

@@ -4,12 +4,14 @@
     several               ``services.local rank ID`` once for each rank of this pod; the first pod records the outcome of all
     exit status           0 succeeded, 75 (AGAIN) shall be started again, 65 (FAILED) shall not be; anything else: started again and counted as a crash
 
-The operator says where this pod stands, as torchrun would: MASTER_ADDR, MASTER_PORT, WORLD_SIZE (ranks of all pods), LOCAL_WORLD_SIZE (ranks of this one) and RANK (its first).
+The operator says where this pod stands, as torchrun would: WORLD_SIZE (ranks of all pods), LOCAL_WORLD_SIZE (ranks of this one), RANK (its first), MASTER_PORT, and MASTER_ADDR
+or a file that will hold it, since no address is known before all pods have one. An NPUJob that was made by hand has no record yet: the operator says what it is about.
 A rank that is lost ends its pod, whereupon the operator starts all pods again. All pods see one data folder, where ranks leave what they have to say of their end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,23 +19,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import ValidationError
+
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ENDED
-from semantide.shared.errors import JobCancelled, RankLost
+from semantide.shared.contracts import ENDED, JobRecord, JobSpec
+from semantide.shared.errors import BadData, JobCancelled, NotFound, RankLost
+from semantide.shared.followed_jobs import FollowedJobs
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
-from semantide.shared.jobs import AGAIN, FAILED, JobContext, JobOutcome, Jobs, run_job
+from semantide.shared.jobs import AGAIN, FAILED, JobContext, JobOutcome, run_job
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import logger
 
 _STOP_SECONDS = 20.0  # for a last checkpoint; a pod's period of grace is longer
 _LOOK_SECONDS = 0.1
-_RANK_FOLDERS = ("checkpoints", "model", "ranks")
+_MASTER_FILE = "SEMANTIDE_MASTER_ADDRESS_FILE"
+_GANG_JOB = "SEMANTIDE_GANG_JOB"
+_OF_THE_POD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", _MASTER_FILE, _GANG_JOB)  # a rank is told its own
+_RANK_FOLDERS = ("checkpoints", "model", "ranks", "beats*")
 
 WatchRanks = Callable[[Path], AbstractContextManager[Any]]
 
@@ -45,6 +53,8 @@ class Place:
     ranks: int = 1
     first: int = 0
     world: int = 1
+    master: str = "127.0.0.1"
+    master_file: Path | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.ranks <= self.world and 0 <= self.first <= self.world - self.ranks and self.first % self.ranks == 0):
@@ -57,7 +67,18 @@ class Place:
         Raises: ValueError for numbers that do not go together.
         """
         ranks, first, world = (int(environment.get(name) or default) for name, default in (("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("WORLD_SIZE", 1)))
-        return cls(ranks, first, world)
+        told = environment.get(_MASTER_FILE)
+        return cls(ranks, first, world, environment.get("MASTER_ADDR") or "127.0.0.1", Path(told) if told and world > ranks else None)
+
+    def found(self, stopping: Callable[[], bool]) -> Place:
+        """With the first rank's address, once it is known; when ``stopping`` says so, without."""
+        address = ""
+        while self.master_file is not None and not address and not stopping():
+            with suppress(OSError):
+                address = self.master_file.read_text().strip()
+            if not address:
+                time.sleep(_LOOK_SECONDS)
+        return replace(self, master=address, master_file=None) if address else self
 
     @property
     def pod(self) -> int:
@@ -72,6 +93,7 @@ class Place:
     def environment(self, local: int) -> dict[str, str]:
         """What torchrun would tell a rank of this pod."""
         return {
+            "MASTER_ADDR": self.master,
             "RANK": str(self.first + local),
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(self.world),
@@ -88,8 +110,9 @@ class Children:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[threading.Thread] = []
         for command, own in commands:
+            environment = {**{name: value for name, value in os.environ.items() if name not in _OF_THE_POD}, **own}
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **own}, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
             assert process.stdout is not None
             self._processes.append(process)
@@ -141,14 +164,32 @@ class Children:
             self._log.flush()
 
 
-def run_pod(
-    job_id: str, place: Place, command: Sequence[str], watch: WatchRanks, settings: Settings, store: ArtifactStore, client: Any, queues: Queues
-) -> int:
+def adopted(job_id: str, environment: Mapping[str, str], jobs: FollowedJobs) -> JobRecord:
+    """The job's record; one that is made now where the operator says what the job is about.
+
+    Raises: NotFound without either, BadData for parameters that are no job's.
+    """
+    with suppress(NotFound):
+        return jobs.get(job_id)
+    told = environment.get(_GANG_JOB)
+    if not told:
+        return jobs.get(job_id)
+    said = json.loads(told)
+    try:
+        spec = JobSpec.model_validate({"kind": said["kind"], **said["parameters"]})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadData(f"NPUJob {job_id}: parameters.{where}: {first['msg']} (got {str(first['input'])[:80]!r}): give recipe, config, inputs, seed") from error
+    return jobs.adopt(job_id, spec)
+
+
+def run_pod(job_id: str, place: Place, command: Sequence[str], watch: WatchRanks, settings: Settings, store: ArtifactStore, client: Any, queues: Queues) -> int:
     """Do this pod's part; the exit status.
 
     ``command`` starts a process of ours, verb and job follow; ``watch`` looks after the ranks of this pod.
     """
-    jobs = Jobs(client)
+    jobs = FollowedJobs(client)
     record = jobs.get(job_id)
     if record.state in ENDED:
         return 0 if record.state == "succeeded" else FAILED
@@ -156,9 +197,11 @@ def run_pod(
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     folder = settings.data_dir.absolute() / "jobs" / job_id
     folder.mkdir(parents=True, exist_ok=True)
+    place = place.found(stopped.is_set)
+    if place.master_file is not None:
+        return AGAIN
     if place.world == 1:
-        alone = {name: "" for name in ("RANK", "WORLD_SIZE")}
-        status = Children([([*command, "job", job_id], alone)], folder / "log.txt").wait(stopped.is_set)
+        status = Children([([*command, "job", job_id], {})], folder / "log.txt").wait(stopped.is_set)
     elif place.leads:
 
         def lead(context: JobContext) -> JobOutcome:
@@ -179,7 +222,7 @@ def _ranks(job_id: str, place: Place, command: Sequence[str], log: Path) -> Chil
     return Children([([*command, "rank", job_id], place.environment(local)) for local in range(place.ranks)], log)
 
 
-def _lead(context: JobContext, jobs: Jobs, place: Place, command: Sequence[str], watch: WatchRanks) -> JobOutcome:
+def _lead(context: JobContext, jobs: FollowedJobs, place: Place, command: Sequence[str], watch: WatchRanks) -> JobOutcome:
     """The first pod's ranks, and the outcome of all.
 
     Raises: what a rank of any pod has said of its end, JobCancelled, RankLost.
@@ -191,16 +234,17 @@ def _lead(context: JobContext, jobs: Jobs, place: Place, command: Sequence[str],
     forget_ranks(context.workdir)
     jobs.forget_step_seconds(context.id)
     with watch(context.workdir):
-        status = _ranks(context.id, place, command, context.workdir / "log.txt").wait(context.stopping)
+        status = _ranks(context.id, place, command, context.workdir / "log.txt").wait(lambda: context.stopping)
     if said := rank_failure(context.workdir):
         forget_ranks(context.workdir)
         raise said
-    if context.stopping():
+    if context.stopping:
         raise JobCancelled(f"job {context.id} was asked to stop")
     if status:
         raise RankLost(f"a rank ended with status {status}: all pods start again from the last checkpoint")
     outcome = rank_outcome(context.workdir)
-    for name in _RANK_FOLDERS:
-        context.discard(context.workdir / name)
+    for pattern in _RANK_FOLDERS:
+        for folder in context.workdir.glob(pattern):
+            context.discard(folder)
     logger("jobs").info("all ranks have ended well", job=context.id, ranks=place.world)
     return outcome

@@ -22,7 +22,7 @@ from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ROOMS, JobRecord, JobSpec
+from semantide.shared.contracts import ROOMS, ClusterWish, JobRecord, JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -40,6 +40,16 @@ _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that nee
 _REJECTS_SHOWN = 5
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
+
+
+OnCluster = Annotated[
+    list[str] | None,
+    typer.Option("--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds"),
+]
+
+
+def _wish(options: list[str] | None) -> ClusterWish:
+    return ClusterWish.model_validate(_config(options))
 
 
 def _config(overrides: list[str] | None) -> dict[str, Any]:
@@ -136,6 +146,12 @@ def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all
     _become("api", *rooms)
 
 
+@app.command()
+def pod(job_id: Annotated[str, typer.Argument(help="Id of the job")]) -> None:
+    """Do a pod's part of a job in this process (what the pods of an NPUJob run)."""
+    _become("pod", job_id)
+
+
 def _become(verb: str, *arguments: str) -> None:
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "semantide.services.local", verb, *arguments])
@@ -199,13 +215,16 @@ def tokenize(
     ] = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
     """Spell every item as a semantic id: one catalog artifact, and a report."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"vectors": vectors} if vectors else {})
-    record = run_job(client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(
+        client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json
+    )
     if wait and not as_json:
         _tokenizer_report(record.result)
 
@@ -222,6 +241,7 @@ def negatives(
     catalog: str | None = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -229,7 +249,7 @@ def negatives(
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
     inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model)) if ref}
-    record = run_job(client, JobSpec(kind="negatives", config=_config(overrides), inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="negatives", config=_config(overrides), inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -244,6 +264,7 @@ def train(
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -256,7 +277,7 @@ def train(
     if beams:
         inputs["beams"] = beams
     config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
-    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -271,6 +292,7 @@ def evaluate(
     catalog: str | None = None,
     seed: int = 0,
     overrides: Overrides = None,
+    cluster: OnCluster = None,
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
@@ -285,7 +307,7 @@ def evaluate(
     }
     inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever)) if ref}
     config = _config(overrides) | ({"weights": weights} if weights != "float32" else {})
-    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed), wait=wait, as_json=as_json)
+    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.evaluation(record.result)
 

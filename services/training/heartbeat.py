@@ -26,6 +26,11 @@ _ANSWER_SECONDS = 1.0
 _WAITING = ("training/world.py", "torch/distributed/")
 
 
+def beats_folder(workdir: Path, host: int) -> Path:
+    """Where the ranks of one host have their beats, which those of another cannot look after."""
+    return workdir / ("beats" if host == 0 else f"beats-{host}")
+
+
 class Heartbeat:
     """One rank's signs of life; close it."""
 

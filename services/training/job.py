@@ -19,7 +19,7 @@ from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
-from semantide.services.training.heartbeat import Heartbeat, Watch
+from semantide.services.training.heartbeat import Heartbeat, Watch, beats_folder
 from semantide.services.training.hierarchical_sparse import hierarchical_table
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.launch import Launch, launch
@@ -77,7 +77,7 @@ def train(job: JobContext) -> JobOutcome:
         return _by_ranks(job, processes)
     # Longer than the watch waits: it knows which rank hangs.
     world = World.join(timeout_seconds=job.settings.training_timeout_seconds + _PATIENCE_SECONDS, clock=time.monotonic)
-    heartbeat = Heartbeat(job.workdir / "beats", world.rank) if world.size > 1 else None
+    heartbeat = Heartbeat(beats_folder(job.workdir, int(os.environ.get("GROUP_RANK") or 0)), world.rank) if world.size > 1 else None
     try:
         return _train(job, config, promote, world, heartbeat)
     finally:
@@ -103,7 +103,7 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
     job.check_cancelled()
     forget_ranks(job.workdir)
     command = [sys.executable, "-m", "semantide.services.local", "rank", job.id]
-    watch = Watch(job.workdir / "beats", job.settings.training_timeout_seconds, time.time)
+    watch = Watch(beats_folder(job.workdir, 0), job.settings.training_timeout_seconds, time.time)
     launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
     outcome = rank_outcome(job.workdir)
     for folder in ("checkpoints", "model", "ranks", "beats"):
@@ -140,7 +140,12 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
         sums = world.all_reduce_sum(torch.tensor([len(mine), *(len(mine) * figures.get(name, 0.0) for name in names)], dtype=torch.float64))
         return {name: float(total / sums[0]) for name, total in zip(names, sums[1:], strict=True)}
 
-    listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: _memory_bytes(world.device))
+    listener = Listener(
+        time.monotonic,
+        check_cancelled=check,
+        memory_bytes=lambda: _memory_bytes(world.device),
+        step_seconds=lambda seconds: job.step_seconds(world.rank, seconds),
+    )
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     trainer = Trainer(

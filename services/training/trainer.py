@@ -67,6 +67,8 @@ class Listener:
     check_cancelled: Callable[[], None] = lambda: None
     memory_bytes: Callable[[], int] = lambda: 0
     """The most memory that the process had so far; 0 where nobody looks."""
+    step_seconds: Callable[[float], None] = lambda seconds: None
+    """How long this process computed for a step of late, without its waits for others."""
 
 
 class Trainer:
@@ -106,6 +108,7 @@ class Trainer:
         self._meter = meter
         self._device = self._parameters[0].device
         self._saved_at = 0.0
+        self._computed = 0.0
         self._loading = self._world.channel()
         self._checkpoints = Checkpoints(checkpoints, self._world)
         self._deals = _deals(objective)
@@ -173,7 +176,8 @@ class Trainer:
 
     def _run_batches(self, pipeline: Pipeline, shares: Shares, num_batches: int) -> None:
         state, config, clock = self.state, self.config, self.listener.clock
-        mark, tokens, moved = clock(), 0, self._world.traffic.seconds
+        mark, tokens, moved, steps = clock(), 0, self._world.traffic.seconds, state.step
+        self._computed = 0.0
         self._occupancy.report(1.0)
         if self._meter is not None:
             self._meter.report(1.0)
@@ -198,6 +202,8 @@ class Trainer:
                 values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
                 values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
+                    self.listener.step_seconds(self._computed / (state.step - steps))
+                    self._computed, steps = 0.0, state.step
                     values |= {"imbalance": flight.share.imbalance, "communication_share": (self._world.traffic.seconds - moved) / seconds}
                 if self._meter is not None:
                     values |= self._meter.report(seconds)
@@ -246,6 +252,7 @@ class Trainer:
         told = world.start_all_reduce_sum(torch.tensor([value, cancelled, save, *parts_K.tolist()], dtype=torch.float64)) if world.size > 1 else None
         if loss is not None:
             loss.backward()
+        self._computed += self.listener.clock() - began
         if world.size > 1 and self._times.wanted:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize()
