@@ -116,7 +116,13 @@ class Api:
 
         Raises: Refused.
         """
-        answer = self._client.request(method, path, **options)
+        try:
+            answer = self._client.request(method, path, **options)
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            if method != "GET":
+                raise
+            # The server has restarted since this connection was last used.
+            answer = self._client.request(method, path, **options)
         if answer.is_error:
             try:
                 message = str(answer.json().get("message", answer.text))

@@ -34,7 +34,7 @@ class OperatorProcess:
     def start(self) -> None:
         """Start it, with a name of its own: nothing tells it that it was here before."""
         self.started += 1
-        environment = {**self._environment, "SEMANTIDE_OPERATOR_IDENTITY": f"operator-{self.started}"}
+        environment = {**self._environment, "SEMANTIDE_OPERATOR_IDENTITY": f"{self._folder.name}-{self.started}"}
         self.server = Server("operator", [sys.executable, "-m", "semantide.operators"], self._folder, environment)
 
     def check(self) -> None:

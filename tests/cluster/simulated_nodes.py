@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
+
 from .api import Api, Object, Refused
 
 _LOOK_SECONDS = 0.25
@@ -83,11 +85,9 @@ class SimulatedNodes:
                 if error.status not in (404, 409, 429) and error.status < 500:
                     self.error = error
                     return
-            except Exception as error:
-                # A server that restarts refuses connections for a moment.
-                if not self._stop.is_set() and "connect" not in str(error).lower() and "disconnect" not in str(error).lower():
-                    self.error = error
-                    return
+            except httpx.TransportError:
+                # The server restarts.
+                continue
 
     def _live(self, pod: Object) -> None:
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]

@@ -33,10 +33,15 @@ def volumes(plane: ControlPlane, api: Api) -> Iterator[list[str]]:
 
 @pytest.fixture
 def release(plane: ControlPlane, api: Api, namespace: str) -> Iterator[Release]:
+    _without_custom_resources(api)
     yield Release("shop", namespace, plane.kubeconfig)
-    for one in api.list("customresourcedefinitions"):
-        if one["spec"]["group"] == "semantide.io":
-            api.delete("customresourcedefinitions", one["metadata"]["name"])
+    _without_custom_resources(api)
+
+
+def _without_custom_resources(api: Api) -> None:
+    for name in _custom_resources(api):
+        api.delete("customresourcedefinitions", name)
+    until(lambda: not _custom_resources(api), "the custom resources are gone")
 
 
 def _kept(api: Api, namespace: str) -> dict[str, str]:
