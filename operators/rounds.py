@@ -23,12 +23,12 @@ from semantide.operators.settings import OperatorSettings
 from semantide.operators.snapshot import WATCHED, ObjectCache, Snapshot
 from semantide.shared.errors import Conflict, NotFound, SemantideError
 
-_WRITERS = 8
 _log = logging.getLogger("semantide.operator")
 
 
 class Rounds:
-    """Looks at the cluster through ``api`` and what ``cache`` has heard. ``leads`` says whether this process may act at this moment."""
+    """Looks at the cluster through ``api`` and what ``cache`` has heard. ``leads`` says whether this process may act at this moment; ``writers`` resources are
+    written to at the same time."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Rounds:
         clock: Callable[[], float],
         leads: Callable[[], bool] = lambda: True,
         meters: Meters | None = None,
+        writers: int = 8,
     ) -> None:
         self.api, self.settings, self.cache = api, settings, ObjectCache()
         self._clock, self._leads = clock, leads
@@ -46,6 +47,7 @@ class Rounds:
         self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
         self.last: Snapshot | None = None
         self._turn = Lock()
+        self._writers = ThreadPoolExecutor(writers, "writer") if writers > 1 else None
 
     def forget(self) -> None:
         """Read everything anew before the next round: somebody else may have acted since."""
@@ -69,8 +71,8 @@ class Rounds:
             self.last = snapshot
             decided = reconcile_all(snapshot, self.settings)
             self._meters.saw(snapshot, decided)
-            with ThreadPoolExecutor(_WRITERS, "writer") as writers:
-                failures = sum(writers.map(lambda entry: self._carry_out(*entry), decided.actions.items()))
+            spread = map if self._writers is None else self._writers.map
+            failures = sum(spread(lambda entry: self._carry_out(*entry), decided.actions.items()))
             self._meters.did(decided, failures, self._clock() - now)
             return decided
 

@@ -25,7 +25,7 @@ class World:
         self.new_operator()
 
     def new_operator(self) -> None:
-        self.operator = Rounds(self.cluster, self.settings, lambda: self.now)
+        self.operator = Rounds(self.cluster, self.settings, lambda: self.now, writers=1)
 
     def _hear(self, event: str, body: dict[str, Any]) -> None:
         if event == "DELETED":

@@ -102,7 +102,7 @@ class FakeCluster:
 
     def remove(self, body: Body) -> None:
         """The object is gone, and what it owned is asked to go."""
-        gone = self.objects.pop(self._key_of(body))
+        gone = deepcopy(self.objects.pop(self._key_of(body)))
         gone["metadata"]["resourceVersion"] = self._next()
         self._tell("DELETED", gone)
         uid = gone["metadata"]["uid"]
@@ -124,8 +124,8 @@ class FakeCluster:
         self._write(self._key_of(body), body)
 
     def of(self, kind: str) -> list[Body]:
-        """All objects of a kind, uncounted."""
-        return [deepcopy(body) for (of, _, _), body in sorted(self.objects.items()) if of == kind]
+        """All objects of a kind, to be read: an object is never changed, a new state of it takes its place."""
+        return [body for (of, _, _), body in sorted(self.objects.items()) if of == kind]
 
     def _ready_for(self, verb: str, body: Mapping[str, Any]) -> Body:
         metadata = body["metadata"]
@@ -160,7 +160,7 @@ class FakeCluster:
 
     def _tell(self, event: str, body: Body) -> None:
         for watcher in self.watchers:
-            watcher(event, deepcopy(body))
+            watcher(event, body)
 
     @staticmethod
     def _key(kind: str, namespace: str, name: str) -> tuple[str, str, str]:

@@ -1,0 +1,143 @@
+"""Whole lives of services: replicas that are placed, replaced, moved, scaled and lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from semantide.operators.balancing import ReplicaLoad
+
+Worlds = Callable[..., Any]
+
+
+def ready(lab: Any, name: str = "shop") -> int:
+    """Replicas that answer at this moment."""
+    return sum(
+        "deletionTimestamp" not in body["metadata"] and any(entry["type"] == "Ready" and entry["status"] == "True" for entry in body["status"].get("conditions") or ())
+        for body in lab.pods(name, "service")
+    )
+
+
+def test_replicas_are_spread_and_have_a_name(world: Worlds) -> None:
+    lab = world(["a", "b", "c"])
+    lab.serve("shop", low=3, high=3)
+    lab.settle()
+    status = lab.status("shop", "NPUService")
+    assert status["phase"] == "Running" and status["readyReplicas"] == 3
+    assert sorted(place["node"] for place in status["placement"]) == ["a", "b", "c"]
+    (front,) = lab.cluster.of("Service")
+    selector = ",".join(f"{key}={value}" for key, value in front["spec"]["selector"].items())
+    assert selector == status["selector"] and front["metadata"]["name"] == "shop"
+    assert len(lab.cluster.list("Pod", "lab", selector).items) == 3
+    assert {entry["type"]: entry["status"] for entry in status["conditions"]} == {"Available": "True", "Complete": "True", "Suspended": "False"}
+
+
+def test_surge_never_has_fewer_replicas_than_asked(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.serve("shop", low=2, high=2, npus=4)
+    lab.settle()
+    before = {body["metadata"]["uid"] for body in lab.pods("shop", "service")}
+    lab.change("NPUService", "shop", model="models/next")
+    for _ in range(30):
+        lab.turn(1, 1.0)
+        assert ready(lab) >= 2
+    status = lab.status("shop", "NPUService")
+    assert status["phase"] == "Running" and status["updatedReplicas"] == 2
+    assert not before & {body["metadata"]["uid"] for body in lab.pods("shop", "service")}
+
+
+def test_in_place_needs_no_spare_room_and_surge_says_that_it_does(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.serve("shop", low=2, high=2, npus=4)
+    lab.settle()
+    lab.change("NPUService", "shop", model="models/next")
+    lab.settle()
+    status = lab.status("shop", "NPUService")
+    assert status["updatedReplicas"] == 0 and ready(lab) == 2
+    assert "InPlace" in status["message"] and status["phase"] == "Rolling"
+    lab.change("NPUService", "shop", rollout={"strategy": "InPlace", "maxUnavailable": 1})
+    fewest = 2
+    for _ in range(30):
+        lab.turn(1, 1.0)
+        fewest = min(fewest, ready(lab))
+    assert lab.status("shop", "NPUService")["updatedReplicas"] == 2 and fewest == 1
+
+
+@pytest.mark.parametrize(("strategy", "left"), [("Surge", 2), ("InPlace", 1)])
+def test_a_revision_that_never_gets_ready_replaces_nothing_more(world: Worlds, strategy: str, left: int) -> None:
+    lab = world(["a", "b"])
+    lab.serve("shop", low=2, high=2, npus=2, rollout={"strategy": strategy, "maxUnavailable": 1})
+    lab.settle()
+    good = {body["metadata"]["name"] for body in lab.pods("shop", "service")}
+    running = lab.nodes.run
+
+    def broken() -> None:
+        running()
+        for body in lab.pods("shop", "service"):
+            if body["metadata"]["name"] not in good and body["status"]["phase"] == "Running":
+                lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], conditions=[{"type": "Ready", "status": "False"}])
+
+    lab.nodes.run = broken
+    lab.change("NPUService", "shop", model="models/broken")
+    lab.turn(30, 1.0)
+    assert ready(lab) == left
+    lab.change("NPUService", "shop", model="")
+    lab.turn(30, 1.0)
+    assert ready(lab) >= left
+
+
+def test_lost_replicas_come_again_elsewhere(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.serve("shop", low=2, high=2)
+    lab.settle()
+    lab.nodes.ready("a", False)
+    lab.turn(10, 30.0)
+    status = lab.status("shop", "NPUService")
+    assert status["readyReplicas"] == 2 and {place["node"] for place in status["placement"]} == {"b"}
+    for body in lab.pods("shop", "service"):
+        lab.cluster.remove(body)
+    lab.settle()
+    assert lab.status("shop", "NPUService")["readyReplicas"] == 2
+
+
+def test_suspend_and_scale_down(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.serve("shop", low=3, high=3)
+    lab.settle()
+    lab.change("NPUService", "shop", replicas={"min": 1, "max": 1})
+    lab.settle()
+    assert ready(lab) == 1
+    lab.change("NPUService", "shop", suspend=True)
+    lab.settle()
+    assert lab.phase("shop", "NPUService") == "Suspended" and not lab.pods("shop", "service")
+    lab.change("NPUService", "shop", suspend=False)
+    lab.settle()
+    assert lab.phase("shop", "NPUService") == "Running" and ready(lab) == 1
+
+
+def test_measured_load_drives_replicas_and_moves_one_that_lags(world: Worlds) -> None:
+    lab = world(["a", "b", "c"])
+    lab.serve("shop", low=2, high=4, target={"queueDepth": 4})
+    lab.settle()
+
+    def say(depths: list[float]) -> None:
+        names = sorted(body["metadata"]["name"] for body in lab.pods("shop", "service"))
+        lab.operator.measured({"lab/shop": tuple(ReplicaLoad(name, depth) for name, depth in zip(names, depths, strict=False))})
+
+    say([20.0, 20.0])
+    lab.turn(10, 1.0)
+    assert lab.status("shop", "NPUService")["replicas"] == 4
+    say([0.0] * 4)
+    lab.turn(10, 400.0)
+    say([0.0] * 4)
+    lab.turn(10, 400.0)
+    assert 2 <= lab.status("shop", "NPUService")["replicas"] < 4
+
+
+def test_services_take_free_npus_before_jobs_do(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train", npus=8)
+    lab.serve("shop", npus=8)
+    lab.settle()
+    assert lab.phase("shop", "NPUService") == "Running" and lab.phase("train") == "Pending"
