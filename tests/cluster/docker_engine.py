@@ -28,7 +28,7 @@ from typing import IO
 
 BASE_IMAGE = "python:3.11-slim-bookworm"
 REDIS_IMAGE = "redis:7"
-_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap"}
+_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "mmdebstrap": "mmdebstrap"}
 _PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}  # plugin -> Debian 13's package of it
 _PLUGIN_SUITE = "trixie"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -275,68 +275,35 @@ def _give_back(folder: Path) -> None:
 
 def base_image(running: Engine, name: str = BASE_IMAGE) -> str:
     """An image of Debian 12 with Python 3.11 and this machine's certificates under the name of the one that a registry has; its name."""
-    with _imports(running):
-        if not running.has_image(name):
-            _import(running, name, "python3,python3-venv,ca-certificates")
-    return name
+    # pip brings certificates of its own and would not look at the machine's.
+    certificates = [f"ENV {variable}=/etc/ssl/certs/ca-certificates.crt" for variable in ("PIP_CERT", "SSL_CERT_FILE")]
+    commands = ("ln -s python3 /usr/bin/python",)
+    return _imported(running, name, "python3,python3-venv,ca-certificates", commands, [*certificates, 'CMD ["python3"]'])
 
 
 def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
-    """Debian's redis-server under the name of the official image; its name."""
-    with _imports(running):
-        if not running.has_image(name):
-            # User and folder as in the official image.
-            commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
-            _import(running, name, "redis-server,passwd", *commands, user="redis")
-    return name
+    """Debian's redis-server under the name of the official image, with its user and folder; the image's name."""
+    commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
+    return _imported(running, name, "redis-server,ca-certificates", commands, ["USER redis"])
 
 
-@contextmanager
-def _imports(running: Engine) -> Iterator[None]:
-    """One import at a time: they share a folder."""
+def _imported(running: Engine, name: str, packages: str, commands: tuple[str, ...], changes: list[str]) -> str:
     with (running.folder / "import.lock").open("w") as lock, _held(lock):
-        yield
-
-
-def _import(running: Engine, name: str, packages: str, *commands: str, user: str = "") -> None:
-    root = running.folder / "root"
-    archive = running.folder / "root.tar"
-    shutil.rmtree(root, ignore_errors=True)
-    try:
-        _run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root), _mirror())
-        for command in commands:
-            _run("chroot", str(root), "sh", "-c", command)
-        _trim(root)
+        if running.has_image(name):
+            return name
+        archive = running.folder / "root.tar"
         bundle = os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
-        if (root / "etc/ssl/certs").is_dir() and Path(bundle).exists():
-            shutil.copyfile(bundle, root / "etc/ssl/certs/ca-certificates.crt")
-        if (root / "usr/bin/python3").exists():
-            (root / "usr/bin/python").symlink_to("python3")
-        _run("tar", "--create", "--file", str(archive), "--directory", str(root), "--numeric-owner", ".")
-        changes = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8"]
-        if (root / "usr/bin/python3").exists():
-            # pip brings certificates of its own and would not look at the machine's.
-            changes += ["ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", "ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]']
-        changes += [f"USER {user}"] if user else []
-        running.docker("import", *(option for change in changes for option in ("--change", change)), str(archive), name)
-    finally:
-        archive.unlink(missing_ok=True)
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _trim(root: Path) -> None:
-    """Leave out what a slim image leaves out."""
-    for pattern in (
-        "var/cache/apt/archives/*.deb",
-        "var/lib/apt/lists/*",
-        "usr/share/doc/*",
-        "usr/share/man/*",
-        "usr/share/info/*",
-        "usr/share/locale/*",
-        "var/log/*.log",
-    ):
-        for path in root.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        hooks = [f'--customize-hook=chroot "$1" {command}' for command in commands]
+        hooks += [f"--customize-hook=upload {bundle} /etc/ssl/certs/ca-certificates.crt"] if Path(bundle).exists() else []
+        # What a slim image leaves out.
+        unread = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "info", "locale", "man")]
+        try:
+            _run("mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", *unread, *hooks, "bookworm", str(archive), _mirror())
+            changes = [f"ENV PATH={_PATH}", "ENV LANG=C.UTF-8", *changes]
+            running.docker("import", *(option for change in changes for option in ("--change", change)), str(archive), name)
+        finally:
+            archive.unlink(missing_ok=True)
+    return name
 
 
 def main(arguments: list[str] | None = None) -> int:
