@@ -164,7 +164,8 @@ metadata:
     {{- end }}
 spec:
   serviceAccountName: {{ include "semantide.serviceAccountName" .root }}
-  automountServiceAccountToken: false
+  # A worker whose jobs run on the cluster asks for their pods; nobody else talks to the API server.
+  automountServiceAccountToken: {{ and (not .http) (eq (.root.Values.settings.jobRunner | default "process") "cluster") }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ ternary 45 75 .http }}
   {{- with include "semantide.pullSecrets" .root }}
