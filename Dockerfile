@@ -6,7 +6,7 @@
 #   BASE         a base with Python 3.11 or newer; an accelerator's vendor image for NVIDIA or Ascend
 #   TORCH_INDEX  index of torch's wheels for this image: the address of the CPU wheels (torch's installation page has it).
 #                Empty: torch comes from the default index, whose x86-64 wheel carries CUDA libraries, several GB.
-#   EXTRAS       extras of the package, separated by spaces, as in "s3 text" or "npu"
+#   EXTRAS       extras of the package, separated by spaces, as in "cluster s3 text" or "cluster npu"; cluster: jobs may be NPUJobs
 # A pip configuration (mirror, credentials) is given as a build secret and stays out of the image: --secret id=pip,src=pip.conf
 ARG BASE=python:3.11-slim-bookworm
 
@@ -30,7 +30,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
     && python -c "import importlib.metadata as m; files = [str(f) for f in m.files('torch')]; print('torch', m.version('torch'), 'carries CUDA libraries: TORCH_INDEX chooses a smaller build' if any('libtorch_cuda' in f for f in files) else '')"
 
 FROM torch AS dependencies
-ARG EXTRAS=""
+ARG EXTRAS="cluster"
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python requirements.py ${EXTRAS} > requirements.txt \
     && pip install --root /rest --constraint constraints.txt --requirement requirements.txt \

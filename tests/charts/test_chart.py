@@ -13,9 +13,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from semantide.operators.pod_template import check_template, merged
+from semantide.operators.resources import NPUJob, NPUJobSpec
 from semantide.services import local
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ROOMS
+from semantide.shared.contracts import JOB_ROOMS, ROOMS, JobRecord, JobSpec
+from semantide.shared.npujob import Deployment, body
 
 PROFILES = ("", "cpu", "nvidia", "ascend")
 VERSIONS = ("1.28", "1.33", "1.37")
@@ -143,8 +146,8 @@ def test_every_pod_is_locked_down(render: Render, full: str, options: tuple[str,
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["runAsUser"] >= 1, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
-        # The operator alone talks to the API server.
-        assert spec["automountServiceAccountToken"] is name.endswith("-operator"), name
+        # Who else talks to the API server has a test of its own.
+        assert spec["automountServiceAccountToken"] is False or name.endswith("-operator") or "-worker-" in name, name
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -249,15 +252,54 @@ def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
     assert set(schema) - {"global"} == set(yaml.safe_load((lint.CHART / "values.yaml").read_text()))
 
 
-@pytest.mark.parametrize(("profile", "resource"), [("nvidia", "nvidia.com/gpu"), ("ascend", "huawei.com/Ascend910")])
-def test_training_takes_the_accelerator(render: Render, profile: str, resource: str) -> None:
-    for name, deployment in rooms_of(render(profile)).items():
-        resources = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
-        expected = "1" if name == "shop-semantide-worker-training" else None
-        assert (resources["requests"].get(resource), resources["limits"].get(resource)) == (expected, expected)
-    other = render(profile, "--set-json", json.dumps({resource: None, "huawei.com/Ascend310P": "4"}).join(["workers.training.accelerators=", ""]))
-    limits = of_kind(other, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert limits["huawei.com/Ascend310P"] == "4" and resource not in limits
+@pytest.mark.parametrize("profile", ["nvidia", "ascend"])
+def test_training_asks_the_operator_for_the_accelerator(render: Render, profile: str) -> None:
+    manifests = render(profile)
+    settings = Settings(cluster_jobs=json.loads(of_kind(manifests, "ConfigMap")["shop-semantide-settings"]["data"]["SEMANTIDE_CLUSTER_JOBS"]))
+    deployment = Deployment.model_validate(settings.cluster_jobs)
+    operator = environment(of_kind(manifests, "Deployment")["shop-semantide-operator"]["spec"]["template"])
+    assert operator["SEMANTIDE_OPERATOR_PROFILE"] == profile
+    for kind in JOB_ROOMS:
+        record = JobRecord(id=f"{kind}-1", spec=JobSpec(kind=kind), created=1)
+        job = NPUJob.parse({**body(record, deployment, 5), "metadata": {"name": "job", "namespace": "shop", "labels": {}}})
+        assert (job.spec.npus_per_pod, job.spec.profile) == ((1, profile) if kind == "train" else (0, operator_default(kind)))
+        check_template(merged(json.loads(operator["SEMANTIDE_OPERATOR_POD_TEMPLATE"]), job.spec.template))
+
+
+def operator_default(kind: str) -> str:
+    """What NPUJobSpec says where nobody else does."""
+    return NPUJobSpec(kind=kind).profile
+
+
+def test_pods_of_jobs_stand_where_the_rooms_do(render: Render) -> None:
+    manifests = render("", "--set", "settings.jobRunner=cluster")
+    room = of_kind(manifests, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]
+    template = json.loads(environment(of_kind(manifests, "Deployment")["shop-semantide-operator"]["spec"]["template"])["SEMANTIDE_OPERATOR_POD_TEMPLATE"])
+    container = room["spec"]["containers"][0]
+    assert template["labels"].items() <= room["metadata"]["labels"].items(), "the broker's policy lets pods in by this label"
+    for name in ("volumes", "securityContext", "serviceAccountName", "affinity", "enableServiceLinks"):
+        assert template[name] == room["spec"][name], name
+    assert (template["volumeMounts"], template["envFrom"], template["containerSecurityContext"]) == (
+        container["volumeMounts"],
+        container["envFrom"],
+        container["securityContext"],
+    )
+    assert next(entry for entry in template["env"] if entry["name"] == "SEMANTIDE_REDIS_URL") in container["env"]
+
+
+def test_only_workers_that_make_npujobs_talk_to_the_api_server(render: Render) -> None:
+    manifests = render("", "--set", "settings.jobRunner=cluster")
+    tokens = {name: each["spec"]["template"]["spec"]["automountServiceAccountToken"] for name, each in of_kind(manifests, "Deployment").items()}
+    assert {name for name, given in tokens.items() if given} == {"shop-semantide-operator", *(name for name in tokens if "-worker-" in name)}
+    role = of_kind(manifests, "Role")["shop-semantide-jobs"]
+    assert role["rules"] == [{"apiGroups": ["semantide.io"], "resources": ["npujobs"], "verbs": ["get", "list", "watch", "create", "patch", "delete"]}]
+    assert "shop-semantide-jobs" not in of_kind(render(), "Role")
+
+
+def test_a_worker_may_have_an_accelerator_of_its_own(render: Render) -> None:
+    found = render("", "--set-json", 'workers.training.accelerators={"huawei.com/Ascend310P": "4", "nvidia.com/gpu": null}')
+    resources = of_kind(found, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources["limits"]["huawei.com/Ascend310P"] == resources["requests"]["huawei.com/Ascend310P"] == "4" and "nvidia.com/gpu" not in resources["limits"]
 
 
 def test_one_node_volumes_keep_pods_together(render: Render) -> None:

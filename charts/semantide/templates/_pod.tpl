@@ -164,7 +164,7 @@ metadata:
     {{- end }}
 spec:
   serviceAccountName: {{ include "semantide.serviceAccountName" .root }}
-  # A worker whose jobs run on the cluster asks for their pods; nobody else talks to the API server.
+  {{- /* A worker whose jobs are NPUJobs asks the API server for them; nothing else has business there. */}}
   automountServiceAccountToken: {{ and (not .http) (eq (.root.Values.settings.jobRunner | default "process") "cluster") }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ ternary 45 75 .http }}
