@@ -10,25 +10,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.compose.conftest import torch_index
+
 from .api import Api, Object, until
 from .docker_engine import Engine, redis_image
 from .kubelet import Kubelet
 from .release import CHART, REPOSITORY, Release, unbound
 
-IMAGE_TAG = "cluster-test"
+IMAGE_TAG = "test"
 _SMALL: Object = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "3Gi"}}
 _OPERATOR_SETTINGS = {"leaseSeconds": 4, "roundSeconds": 1, "nodeGraceSeconds": 4, "lostStopSeconds": 1, "stopSeconds": 20, "backoffLimitSeconds": 2}
 
 
-def build_images(engine: Engine) -> None:
-    """Semantide's two images from this tree. A package index of this machine's configuration is given as a build secret."""
+def build_images(engine: Engine, folder: Path) -> None:
+    """Semantide's two images from this tree."""
     redis_image(engine)
-    for target, name in (("semantide", "semantide"), ("operator", "semantide-operator")):
-        command = ["docker", "build", "--target", target, "--tag", f"{name}:{IMAGE_TAG}", "--network", "host"]
-        for variable in ("TORCH_INDEX",):
-            command += ["--build-arg", f"{variable}={os.environ[variable]}"] if os.environ.get(variable) else []
-        outcome = subprocess.run([*command, str(REPOSITORY)], capture_output=True, text=True, check=False, env=engine.environment)
-        assert outcome.returncode == 0, outcome.stderr[-4000:]
+    with torch_index(folder) as address:
+        for target, name in (("semantide", "semantide"), ("operator", "semantide-operator")):
+            # The build reaches the package index by way of this machine's own network.
+            options = ("--network", "host", "--build-arg", f"TORCH_INDEX={address}", "--target", target, "--tag", f"{name}:{IMAGE_TAG}")
+            engine.docker("build", "--quiet", *options, str(REPOSITORY), timeout=3600)
 
 
 class Shop:

@@ -26,7 +26,7 @@ _PATIENCE = 1200.0
 @pytest.fixture(scope="module")
 def shop(engine: Engine, nodes: dict[str, Kubelet], real_api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """An installed release with a data set, made through it."""
-    build_images(engine)
+    build_images(engine, tmp_path_factory.mktemp("wheels"))
     namespace = real_api.create("namespaces", {"metadata": {"generateName": "shop-"}})["metadata"]["name"]
     made = Shop(real_api, namespace, tmp_path_factory.mktemp("shop"), nodes)
     try:
