@@ -1,4 +1,4 @@
-"""The rooms' process entry: ``python -m semantide.services.local api|worker|job|rank|pod ...``.
+"""The rooms' process entry: ``python -m semantide.services.local api|worker|job|rank|pod|route ...``.
 
 ``api all`` mounts every room in one process for a laptop; ``api ROOM`` and ``worker ROOM`` are what compose and the chart run apart.
 The only file that may import several rooms.
@@ -70,6 +70,21 @@ def serve(names: list[str], settings: Settings) -> None:
             start.append(lambda hook=hook, room=room: hook(room))
     app = build_app(rooms, routers, ready, start)
     server = Server(app, settings.host, settings.port)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        sys.exit(3)
+
+
+def route(settings: Settings) -> None:
+    """Run the router in front of serving's replicas."""
+    from semantide.services.serving.router import Router
+    from semantide.shared.api_keys import api_keys
+    from semantide.shared.http import Gate, Server
+
+    telemetry.start("router", settings)
+    router = Router([name.strip() for name in settings.route_to.split(",") if name.strip()], settings.route_patience_seconds, time.monotonic)
+    server = Server(Gate(router, api_keys(settings), settings.max_body_bytes), settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -199,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     verbs.add_parser("job").add_argument("id")
     verbs.add_parser("rank").add_argument("id")
     verbs.add_parser("pod").add_argument("id")
+    verbs.add_parser("route")
     options = parser.parse_args(arguments)
     settings = Settings()
     # Idle OpenMP threads that spin make a busy machine ten times slower; set before torch loads its runtime.
@@ -213,6 +229,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.verb == "api":
             serve(list(ROOMS) if "all" in options.rooms else options.rooms, settings)
+        elif options.verb == "route":
+            route(settings)
         elif options.verb == "worker":
             work(options.room, settings)
         elif options.verb == "rank":

@@ -113,6 +113,16 @@ class Settings(BaseSettings):
     """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
     """Most memory in the broker for rankings that are kept for later pages; the oldest go first, bytes."""
+    replica_model: str = ""
+    """Model that this serving process serves, whatever is live (a replica of an NPUService sets it). Empty: the live one."""
+    replica_catalog: str = ""
+    """Catalog for ``replica_model``. Empty: the newest of the line that the model was trained for."""
+    replica_variant: str = ""
+    """Variant of the split that this serving process serves to everybody. Empty: the live model and its variants."""
+    route_to: str = ""
+    """Serving replicas that `semantide route` forwards to, separated by commas, as in http://semantide-serving:8000; each address that a name has is a replica."""
+    route_patience_seconds: float = Field(default=10.0, ge=0)
+    """How long the router keeps a request for which no replica is ready, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a process shows its metrics without a key; ``semantide up`` gives its workers this one and the next. 0: none."""
     metrics_host: str = "127.0.0.1"

@@ -156,7 +156,7 @@ class Gate:
 class Server(uvicorn.Server):
     """Runs one application on one port. At its end whoever got through to it is answered, and whoever comes later is refused by the system, not cut off."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, backlog: int = 2048) -> None:
+    def __init__(self, app: FastAPI | Gate, host: str, port: int, backlog: int = 2048) -> None:
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "timeout_graceful_shutdown": _DRAIN_SECONDS}
         super().__init__(uvicorn.Config(app, host=host, port=port, backlog=backlog, **options))
 

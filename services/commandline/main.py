@@ -152,6 +152,20 @@ def pod(job_id: Annotated[str, typer.Argument(help="Id of the job")]) -> None:
     _become("pod", job_id)
 
 
+@app.command()
+def replica() -> None:
+    """Serve recommendations as one replica of several (what the pods of an NPUService run)."""
+    _become("api", "serving")
+
+
+@app.command()
+def route() -> None:
+    """Forward requests to serving replicas, those of one user to the same one (SEMANTIDE_ROUTE_TO names them)."""
+    settings = Settings()
+    stack.check_port(settings.host, settings.port)
+    _become("route")
+
+
 def _become(verb: str, *arguments: str) -> None:
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "semantide.services.local", verb, *arguments])

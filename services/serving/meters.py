@@ -56,9 +56,11 @@ class Meters(Watcher):
         self._tokens = fast_counter("semantide_prompt_tokens", "Prompt tokens, by whether they were read or kept from before", "state")
         self._swaps = made.create_counter("semantide_model_swaps", description="Attempts to change the live model, by outcome")
         self._stage = fast_histogram("semantide_serving_stage_seconds", "Time of each stage", _SECONDS, "stage")
+        self._busy = fast_counter("semantide_serving_busy_seconds", "Time that workers spent on rounds, all together")
         self._width = fast_histogram("semantide_beam_width", "Beams of a request", _COUNTS)
         self._batch = fast_histogram("semantide_serving_batch_size", "Requests searched together", _COUNTS)
         gauge("semantide_serving_queue", lambda: measured.scheduler.depth(), "Requests that wait")
+        gauge("semantide_serving_workers", lambda: measured.scheduler.workers, "Threads that compute recommendations")
         gauge("semantide_serving_groups", lambda: measured.scheduler.running(), "Groups of requests under way")
         gauge("semantide_serving_width_share", lambda: measured.narrowing.share, "Share of the beams asked for that searches get")
         gauge("semantide_kv_bytes", lambda: measured.pool.in_use_bytes, "Keys and values of running requests", "By")
@@ -76,6 +78,7 @@ class Meters(Watcher):
             self._dead_ends.add(dead_ends)
         for stage, begin, end in run.marks:
             self.stage(stage, end - begin)
+            self._busy.inc(end - begin)
         for passage in passages:
             self.stage("queue", passage.seconds("queue"))
             self.stage("wait", passage.seconds("wait"))

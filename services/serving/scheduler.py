@@ -113,6 +113,11 @@ class Scheduler(Generic[Q, P, A]):
         """Requests that wait to begin."""
         return len(self._arrived) + self._assembling + len(self._ready)
 
+    @property
+    def workers(self) -> int:
+        """Threads that run rounds."""
+        return self._workers
+
     def running(self) -> int:
         """Groups under way."""
         return self._running

@@ -18,6 +18,7 @@ from semantide.services.serving.engine import Answer, Prepared, warm_up
 from semantide.services.serving.meters import Meters
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pages import Pages
+from semantide.services.serving.pinned import Pin, PinnedRegistry
 from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import profile_of
 from semantide.services.serving.recommending import Asked, Events, Recommending
@@ -70,7 +71,8 @@ class Service:
     def __init__(self, settings: Settings, broker: Any, store: ArtifactStore) -> None:
         self._settings, self._store = settings, store
         self._pause_until = 0.0
-        self.registry = Registry(broker)
+        pin = Pin(settings.replica_model, settings.replica_catalog, settings.replica_variant)
+        self.registry = PinnedRegistry(broker, pin, self._trained_on) if pin else Registry(broker)
         self._histories = Histories(
             connect(settings.redis_url, check=False, patience_seconds=_LOOK_UP_SECONDS), settings.history_length, settings.history_ttl_seconds
         )
@@ -126,7 +128,10 @@ class Service:
             if source == "generator" or retriever is None:
                 return False, f"{why}: promote another one"
             return True, f"{why}; the retriever {retriever.ref} answers in its place until another one is promoted"
-        state = self.registry.read() if self.registry.version() else RegistryState()
+        try:
+            state = self.registry.read() if self.registry.version() else RegistryState()
+        except NotFound as error:  # a pinned model or variant is not there yet
+            return False, f"serving: {error}"
         if source != "retriever" and state.live is not None:
             return False, "serving: the live model is being loaded"
         if source == "generator" or state.retriever is None:
@@ -244,8 +249,12 @@ class Service:
         return str(card.get("model_type") or "generator")
 
     def _resolve(self, model: str, catalog: str | None, force: bool) -> Pair:
-        trained_on = read_header(self._store.get(model, verify=False)).get("catalog") if catalog is None else None
+        trained_on = self._trained_on(model) if catalog is None else None
         return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
+
+    def _trained_on(self, model: str) -> str | None:
+        said = read_header(self._store.get(model, verify=False)).get("catalog")
+        return said if isinstance(said, str) else None
 
     def _load(self, pair: Pair) -> Bundle:
         return load_and_warm(self._store, pair, self._settings.serving_prompt_cache_bytes, self.swapper.bundles, self._settings.serving_weights)

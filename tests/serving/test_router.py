@@ -1,0 +1,224 @@
+"""The router in front of real serving applications that come, go and are cut off: nobody is answered wrong, nobody hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from semantide.services.serving.router import Router
+from semantide.shared import http
+from semantide.shared.broker import free_port
+from semantide.shared.room import Room
+
+from .world import Server, World, post, storm, wait_until
+
+KEY = "test-key"
+
+
+class Plain:
+    """A replica that says what a test wants: an ASGI application behind the real server."""
+
+    def __init__(self, answer: Callable[[str, bytes], tuple[int, Any]], port: int | None = None) -> None:
+        self.answer, self.asked = answer, 0
+        self.port = port or free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._server = http.Server(self._app, "127.0.0.1", self.port)  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = (await receive()).get("body", b"")
+        if scope["path"] == "/readyz":
+            status, said = 200, {}
+        else:
+            self.asked += 1
+            status, said = await asyncio.to_thread(self.answer, scope["path"], body)
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+
+    def __enter__(self) -> Plain:
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+
+
+@contextmanager
+def routing(addresses: list[str], patience_seconds: float = 30.0) -> Iterator[tuple[httpx.Client, Router]]:
+    router = Router([f"http://{address}" for address in addresses], patience_seconds, time.monotonic)
+    port = free_port()
+    server = http.Server(http.Gate(router, [KEY], 1_000_000), "127.0.0.1", port)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"X-API-Key": KEY}, timeout=120) as client:
+            yield client, router
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def test_replicas_roll_under_load_and_nobody_hears_of_it(world: World, make_room: Callable[[str], Room]) -> None:
+    world.live()
+    bodies = [{"user": f"u{number % 7}"} if number % 3 else {"history": [f"i{number % 50}", "i3"]} for number in range(90)]
+
+    def replica() -> Server:
+        return Server(replace(make_room("serving"), settings=world.room.settings))
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(replica()) for _ in range(2)]
+        later = [replica() for _ in range(2)]
+        for server in servers:
+            wait_until(lambda server=server: server.client.get("/readyz").status_code == 200 and server.loaded()["model"])
+        right = [server_items(servers[0], body) for body in bodies]
+        with routing([server.url.removeprefix("http://") for server in (*servers, *later)]) as (client, router):
+            assert client.get("/readyz").json()["replicas"] == 2
+            replies: list[Any] = []
+            loop = threading.Thread(target=lambda: replies.extend(asyncio.run(storm(str(client.base_url).rstrip("/"), bodies * 3, 6.0, KEY))))
+            loop.start()
+            for old, new in zip(servers, later, strict=True):
+                stack.enter_context(new)
+                address = new.url.removeprefix("http://")
+                wait_until(lambda address=address: any(replica.ready and replica.address == address for replica in router.replicas))
+                old.__exit__()
+            loop.join(120)
+            assert len(replies) == 270 and {reply.status for reply in replies} == {200}
+            assert all([hit["item"] for hit in reply.body["items"]] == right[reply.number % 90] for reply in replies)
+            assert sum(replica.requests for replica in router.replicas) == 0
+            assert b"semantide_routed_requests" in client.get("/metrics").content
+
+
+def server_items(server: Server, body: dict[str, Any]) -> list[str]:
+    return server.items(**body)
+
+
+def test_one_user_is_one_replicas_and_load_spreads() -> None:
+    with Plain(lambda *_: (200, "a")) as a, Plain(lambda *_: (200, "b")) as b, routing([a.address, b.address]) as (client, _):
+        answers = {user: {client.post("/v1/recommendations", json={"user": user}).json() for _ in range(3)} for user in map(str, range(20))}
+        assert all(len(found) == 1 for found in answers.values())
+        assert set.union(*answers.values()) == {"a", "b"}
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_what_one_replica_cannot_do_another_does(status: int) -> None:
+    with Plain(lambda *_: (status, {})) as full, Plain(lambda *_: (200, {})) as free, routing([full.address, free.address]) as (client, _):
+        assert {client.post("/v1/recommendations", json={"user": str(user)}).status_code for user in range(10)} == {200}
+        assert full.asked > 0
+        assert {client.get("/v1/serving/live").status_code for _ in range(6)} == {200}
+
+
+def test_where_all_say_the_same_it_is_passed_on() -> None:
+    with Plain(lambda *_: (429, {"error": "full"})) as a, Plain(lambda *_: (429, {"error": "full"})) as b, routing([a.address, b.address]) as (client, _):
+        answer = client.post("/v1/recommendations", json={"user": "u"})
+        assert (answer.status_code, answer.json(), a.asked, b.asked) == (429, {"error": "full"}, 1, 1)
+    with Plain(lambda *_: (422, {"error": "wrong"})) as a, routing([a.address]) as (client, _):
+        assert client.post("/v1/recommendations", json={"user": "u"}).status_code == 422 and a.asked == 1
+
+
+def test_a_request_waits_for_a_replica_to_come() -> None:
+    port = free_port()
+    with routing([f"127.0.0.1:{port}"]) as (client, _):
+        assert client.get("/readyz").status_code == 503
+        got: list[int] = []
+        asking = threading.Thread(target=lambda: got.append(client.post("/v1/recommendations", json={"user": "u"}).status_code))
+        asking.start()
+        with Plain(lambda *_: (200, {}), port):
+            asking.join(60)
+        assert got == [200]
+
+
+def test_without_patience_or_replicas_the_answer_says_so() -> None:
+    with routing([f"127.0.0.1:{free_port()}"], patience_seconds=0.0) as (client, _):
+        answer = client.post("/v1/recommendations", json={"user": "u"})
+        assert answer.status_code == 503 and "none of 1 replicas" in answer.json()["error"]["message"]
+
+
+@contextmanager
+def cutting() -> Iterator[tuple[str, list[bytes]]]:
+    """A replica that is ready, reads whole requests, and cuts the connection."""
+    seen: list[bytes] = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def run() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    request = peer.recv(65536)
+                    if request.startswith(b"GET /readyz"):
+                        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+                    elif request:
+                        seen.append(request)
+                        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+
+        threading.Thread(target=run, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", seen
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_half_an_answer_is_none_and_what_changes_something_is_sent_once() -> None:
+    with cutting() as (address, seen), Plain(lambda *_: (200, "whole")) as whole, routing([address, whole.address]) as (client, router):
+        for user in range(12):
+            assert client.post("/v1/recommendations", json={"user": str(user)}).json() == "whole"
+        assert seen, "nobody was the cutting replica's"
+        for replica in router.replicas:
+            replica.begin(0.0 if replica.address == address else 1.0)
+        wait_until(lambda: all(replica.ready for replica in router.replicas))
+        seen.clear()
+        answer = client.post("/v1/serving/rollback")
+        assert answer.status_code == 502 and "look whether it was done" in answer.json()["error"]["message"] and len(seen) == 1
+
+
+def test_a_client_that_leaves_frees_its_replica() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> tuple[int, Any]:
+        entered.set()
+        leave.wait(60)
+        return 200, {}
+
+    with Plain(slow) as a, routing([a.address]) as (client, router):
+        with socket.create_connection((client.base_url.host, int(client.base_url.port or 0))) as peer:
+            body = b'{"user": "u"}'
+            peer.sendall(b"POST /v1/recommendations HTTP/1.1\r\nHost: h\r\nX-API-Key: test-key\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            assert entered.wait(60)
+            assert sum(replica.requests for replica in router.replicas) == 1
+        wait_until(lambda: sum(replica.requests for replica in router.replicas) == 0)
+        leave.set()
+
+
+def test_keys_and_limits_hold_at_the_router() -> None:
+    with Plain(lambda *_: (200, {})) as a, routing([a.address]) as (client, _):
+        url = str(client.base_url).rstrip("/")
+        assert asyncio.run(post(url, "/v1/recommendations", {"user": "u"}, "wrong"))[0] == 401
+        assert client.post("/v1/recommendations", content=b"x" * 1_000_001).status_code == 413
+        assert a.asked == 0
+
+
+def test_wrong_names_are_refused() -> None:
+    for wrong in ("ftp://host", "http://host/path", "http://"):
+        with pytest.raises(ValueError, match="route_to"):
+            Router([wrong], 1.0, time.monotonic)
+    with pytest.raises(ValueError, match="SEMANTIDE_ROUTE_TO"):
+        Router([], 1.0, time.monotonic)
