@@ -19,10 +19,20 @@ from semantide.operators.resources import PodPlacement
 
 @dataclass(frozen=True)
 class Candidates:
-    """The nodes that may carry pods of one shape, by kind (capacity and ring), and how many others there are for each obstacle."""
+    """The nodes that may carry pods of one shape, by kind (capacity and ring), and how many others there are for each obstacle.
+
+    ``pods_when_empty``: pods that would fit if nothing else ran; ``unhealthy``: sick NPUs on these nodes.
+    """
 
     kinds: tuple[tuple[int, int, tuple[int, ...]], ...]
     obstacles: Counter[str]
+    pods_when_empty: int
+    unhealthy: int
+
+    @property
+    def able(self) -> int:
+        """How many nodes there are."""
+        return sum(len(numbers) for _, _, numbers in self.kinds)
 
 
 class Fleet:
@@ -55,7 +65,13 @@ class Fleet:
                     obstacles[obstacle] += 1
                 else:
                     kinds.setdefault((node.capacity, node.ring_size if shape.aligned else 0), []).append(number)
-            found = Candidates(tuple((capacity, ring, tuple(numbers)) for (capacity, ring), numbers in kinds.items()), obstacles)
+            able = [number for numbers in kinds.values() for number in numbers]
+            found = Candidates(
+                tuple((capacity, ring, tuple(numbers)) for (capacity, ring), numbers in kinds.items()),
+                obstacles,
+                sum(self._pods_when_empty(number, shape) for number in able),
+                sum(node.capacity - (node.healthy & ((1 << node.capacity) - 1)).bit_count() for node in map(self.nodes.__getitem__, able)),
+            )
             self._candidates[shape] = found
         return found
 
@@ -82,7 +98,7 @@ class Fleet:
                     del found[number]
         return found
 
-    def room_when_empty(self, number: int, shape: Shape) -> int:
+    def _pods_when_empty(self, number: int, shape: Shape) -> int:
         """How many such pods one node could carry if it carried nothing else."""
         node = self.nodes[number]
         pods: float = 1 << 30

@@ -32,9 +32,10 @@ def place(request: Request, nodes: Fleet | Iterable[Node]) -> Placement | Refusa
     """Find room for a gang; nothing is taken from ``nodes``."""
     fleet = nodes if isinstance(nodes, Fleet) else Fleet(nodes)
     room = fleet.room(request.shape)
-    count = min(len(request.pods), sum(room.values()))
+    fitting = sum(room.values())
+    count = min(len(request.pods), fitting)
     if count < request.fewest:
-        return survey(request.shape, fleet, room).refusal(request)
+        return survey(request.shape, fleet, fitting).refusal(request)
     if request.spread:
         chosen = _spread(request, fleet, room, count)
     else:
@@ -46,6 +47,11 @@ def place(request: Request, nodes: Fleet | Iterable[Node]) -> Placement | Refusa
         for _ in range(chosen[number]):
             pods.append(PodPlacement(pod=request.pods[len(pods)], node=fleet.nodes[number].name, npus=trial.take(number, request.shape)))
     return Placement(request.key, tuple(pods))
+
+
+def fits(request: Request, fleet: Fleet) -> bool:
+    """Whether there is room, without saying where."""
+    return sum(fleet.room(request.shape).values()) >= request.fewest
 
 
 def _without_slow(request: Request, fleet: Fleet, room: dict[int, int], count: int) -> tuple[dict[int, int], int]:

@@ -49,6 +49,9 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
     """What to do about everything."""
     slow = slow_nodes(snapshot.jobs, snapshot.now)
     nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
+    if nodes and all(node.gone for node in nodes.values()):
+        # Where nobody answers the cluster itself is in trouble: restarting what may well run on would only lose its work.
+        nodes = {name: replace(node, gone=False) for name, node in nodes.items()}
     owned: dict[str, list[Pod]] = defaultdict(list)
     for pod in snapshot.pods:
         owned[pod.owner].append(pod)

@@ -14,7 +14,10 @@ _OBSTACLES_NAMED = 4
 
 @dataclass(frozen=True)
 class Survey:
-    """What the nodes that may carry pods of one shape have: ``fitting`` pods fit now and ``fitting_empty`` if nothing else ran there."""
+    """What the nodes that may carry pods of one shape have: ``fitting`` pods fit now and ``fitting_empty`` if nothing else ran there.
+
+    ``most``, ``offered`` and ``missing_label`` are looked for where no node may carry any.
+    """
 
     shape: Shape
     nodes: int
@@ -110,23 +113,22 @@ def _missing_label(fleet: Fleet, shape: Shape) -> str:
     return ""
 
 
-def survey(shape: Shape, fleet: Fleet, room: dict[int, int]) -> Survey:
-    """Look at all nodes; ``room`` has the pods that fit now, by node."""
+def survey(shape: Shape, fleet: Fleet, fitting: int) -> Survey:
+    """Look at all nodes, of which ``fitting`` pods fit now."""
     found = fleet.candidates(shape)
-    able = [(number, capacity, ring) for capacity, ring, numbers in found.kinds for number in numbers]
-    healthy = {number: fleet.nodes[number].healthy & ((1 << capacity) - 1) for number, capacity, _ in able}
+    masks = Counter((fleet.free[number], capacity, ring) for capacity, ring, numbers in found.kinds for number in numbers)
     return Survey(
         shape=shape,
         nodes=len(fleet.nodes),
-        able=len(able),
-        with_room=sum(fleet.free[number] != 0 for number, _, _ in able),
-        free=sum(fleet.free[number].bit_count() for number, _, _ in able),
-        largest_ring=max((rings.largest_run(fleet.free[number], capacity, ring) for number, capacity, ring in able), default=0),
-        fitting=sum(room.values()),
-        fitting_empty=sum(fleet.room_when_empty(number, shape) for number, _, _ in able),
-        unhealthy=sum(capacity - healthy[number].bit_count() for number, capacity, _ in able),
-        most=max((node.capacity for node in fleet.nodes if node.resource_name == shape.resource_name), default=0),
-        offered=tuple(sorted({node.resource_name for node in fleet.nodes if node.resource_name})),
-        missing_label="" if able else _missing_label(fleet, shape),
+        able=found.able,
+        with_room=sum(count for (free, _, _), count in masks.items() if free),
+        free=sum(free.bit_count() * count for (free, _, _), count in masks.items()),
+        largest_ring=max((rings.largest_run(*mask) for mask in masks), default=0),
+        fitting=fitting,
+        fitting_empty=found.pods_when_empty,
+        unhealthy=found.unhealthy,
+        most=max((node.capacity for node in fleet.nodes if node.resource_name == shape.resource_name), default=0) if not masks else 0,
+        offered=tuple(sorted({node.resource_name for node in fleet.nodes if node.resource_name})) if not masks else (),
+        missing_label=_missing_label(fleet, shape) if not masks else "",
         obstacles=f"of the {_count(len(fleet.nodes), 'node')} {_obstacles(found.obstacles)}" if found.obstacles else "",
     )

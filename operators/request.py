@@ -9,7 +9,6 @@ from typing import Any
 from semantide.operators.node import Node, Taint
 from semantide.operators.profiles import profile_of
 from semantide.operators.quantities import quantity
-from semantide.operators.resources import NPUJob, NPUService
 
 
 @dataclass(frozen=True)
@@ -156,15 +155,3 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
         terms=terms,
         tolerations=tolerations,
     )
-
-
-def job_request(job: NPUJob, pods: tuple[str, ...], least: int | None = None, avoid: frozenset[str] = frozenset()) -> Request:
-    """The gang of a job; ``pods`` are the names of its pods by rank, as many as it would like to have."""
-    shape = shape_of(job.spec.profile, job.spec.resource_name, job.spec.npus_per_pod, job.spec.template)
-    return Request(job.key, pods, shape, least=min(len(pods), job.spec.least_pods if least is None else least), avoid=avoid)
-
-
-def replica_request(service: NPUService, pods: tuple[str, ...], beside: Mapping[str, int], key: str = "") -> Request:
-    """Further replicas of a service, of which as many start as find room."""
-    shape = shape_of(service.spec.profile, service.spec.resource_name, service.spec.npus_per_replica, service.spec.template)
-    return Request(key or service.key, pods, shape, least=1, spread=True, beside=beside)

@@ -88,6 +88,7 @@ def worth(free: int, capacity: int, ring: int) -> int:
     return total
 
 
+@lru_cache(maxsize=1 << 16)
 def largest_run(free: int, capacity: int, ring: int) -> int:
     """The most free NPUs in one ring."""
     return max(((free & mask).bit_count() for mask in ring_masks(capacity, ring)), default=0)

@@ -6,7 +6,7 @@ past one that does not fit). What a gang may take from others, all of it after a
 
     higher priority    from running gangs of lower priority (what those waited for counts for them), at once
     head of the line   from gangs that went past it while it waited, after ``patience_seconds``
-    drain              where neither helps, after ``drain_seconds``: the nodes that will be free first take nobody else until it starts
+    drain              after ``drain_seconds`` the nodes that will be free first take nobody any more whose room could not be taken back
 
 Room that is being given back is promised to whom it is for; a promise is not stored anywhere, it comes out the same at every look.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from semantide.operators.fleet import Fleet
-from semantide.operators.placement import Placement, place
+from semantide.operators.placement import Placement, fits, place
 from semantide.operators.refusal import Refusal, Survey
 from semantide.operators.request import Request, Shape
 from semantide.operators.resources import PodPlacement
@@ -39,13 +39,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A gang without room. ``since`` is when it joined the line, ``waited`` what it waited before (seconds), ``after`` the end of its pause."""
+    """A gang without room. ``since`` is when it joined the line, ``waited`` what it waited before (seconds), ``after`` the end of its pause.
+
+    ``restartable``: it would go on from a checkpoint, so its room can be taken again.
+    """
 
     request: Request
     priority: int = 0
     since: float = 0.0
     waited: float = 0.0
     after: float = 0.0
+    restartable: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,20 +98,28 @@ def standing(gang: Waiting, policy: Policy) -> float:
     return gang.priority + (gang.waited - gang.since) / policy.ageing_seconds
 
 
+def _place_in_line(gang: Waiting, policy: Policy) -> tuple[float, float, str]:
+    return -standing(gang, policy), gang.since, gang.request.key
+
+
 def in_order(waiting: Iterable[Waiting], policy: Policy) -> list[Waiting]:
     """The line, head first."""
-    return sorted(waiting, key=lambda gang: (-standing(gang, policy), gang.since, gang.request.key))
+    return sorted(waiting, key=lambda gang: _place_in_line(gang, policy))
+
+
+def _earned(gang: Running, policy: Policy) -> float:
+    """What a waiting gang's priority must be above to take this one's room: its own and what it waited for."""
+    return gang.priority + max(0.0, gang.waited + gang.started - gang.since) / policy.ageing_seconds
 
 
 def may_take(head: Waiting, victim: Running, policy: Policy, overtakers: bool) -> bool:
     """Whether a waiting gang may have a running one's room."""
     if not victim.restartable or victim.leaving:
         return False
-    earned = victim.priority + (victim.waited + victim.started - victim.since) / policy.ageing_seconds
-    if head.priority > max(earned, victim.priority):
+    if head.priority > _earned(victim, policy):
         return True
-    stood = standing(head, policy) + victim.started / policy.ageing_seconds
-    return overtakers and head.since < victim.started and stood > earned
+    stood = Waiting(victim.request, victim.priority, victim.since, victim.waited)
+    return overtakers and head.since < victim.started and _place_in_line(head, policy) < _place_in_line(stood, policy)
 
 
 def _without(fleet: Fleet, victims: Iterable[Running]) -> Fleet:
@@ -119,26 +131,20 @@ def _without(fleet: Fleet, victims: Iterable[Running]) -> Fleet:
 
 def victims_for(request: Request, candidates: Sequence[Running], fleet: Fleet) -> list[Running]:
     """The fewest of ``candidates`` (cheapest first) whose room lets the gang start; none when all together do not."""
-
-    def fits(victims: Sequence[Running]) -> bool:
-        return isinstance(place(request, _without(fleet, victims)), Placement)
-
-    least = request.shape.npus * request.fewest
     on_nodes = {fleet.nodes[number].name for _, _, numbers in fleet.candidates(request.shape).kinds for number in numbers}
     useful = [victim for victim in candidates if any(pod.node in on_nodes for pod in victim.pods)]
-    free = sum(fleet.free[number].bit_count() for _, _, numbers in fleet.candidates(request.shape).kinds for number in numbers)
-    if free + sum(victim.npus for victim in useful) < least or not fits(useful):
+    if not fits(request, _without(fleet, useful)):
         return []
     low, high = 0, len(useful)  # so many of the cheapest are enough: more room never makes a gang fit less
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(useful[:middle]) else (middle + 1, high)
+        low, high = (low, middle) if fits(request, _without(fleet, useful[:middle])) else (middle + 1, high)
     # Those without whom it would fit as well stay, the dearest first.
     kept, chosen = _without(fleet, useful[:low]), list(useful[:low])
     for victim in reversed(useful[:low]):
         trial = kept.copy()
         trial.occupy(victim.pods, victim.request.shape)
-        if isinstance(place(request, trial), Placement):
+        if fits(request, trial):
             kept = trial
             chosen.remove(victim)
     return chosen
@@ -156,17 +162,24 @@ def decide(
 
 
 class _Look:
-    """One look: ``free`` is what can be used now, ``soon`` what will be when those that leave have left; promises are taken from both."""
+    """One look: ``free`` is what can be used now, ``soon`` what will be when those that leave have left; promises are taken from both.
+
+    ``undrained`` is what gangs may use that could not be moved again: all that is free but the nodes which are drained.
+    """
 
     def __init__(self, running: Sequence[Running], nodes: Fleet, now: float, policy: Policy) -> None:
         self.now, self.policy, self.running = now, policy, running
         self.free = nodes.copy()
         self.soon = _without(nodes, (gang for gang in running if gang.leaving))
+        self.undrained: Fleet | None = None
         self.starts: list[Placement] = []
         self.preemptions: list[Preemption] = []
         self.reasons: dict[str, str] = {}
         self._victims: set[str] = set()
         self._surveys: dict[Shape, Survey] = {}
+        self._room_soon: dict[Shape, int] = {}
+        self._weakest = min((_earned(gang, policy) for gang in running if gang.restartable and not gang.leaving), default=math.inf)
+        self._giving = any(gang.leaving for gang in running)
         self._blocked = 0
         self._searches = _SEARCHES
 
@@ -176,7 +189,7 @@ class _Look:
             if gang.after > self.now:
                 self.reasons[key] = f"pauses for another {math.ceil(gang.after - self.now)} seconds before it starts again"
                 continue
-            found = self._place(gang.request)
+            found = self._place(gang.request, gang.restartable)
             if isinstance(found, Placement):
                 self.starts.append(found)
                 self._promise(found, gang.request)
@@ -186,38 +199,48 @@ class _Look:
             self._regrow()
         return Decision(tuple(self.starts), tuple(self.preemptions), self.reasons)
 
-    def _place(self, request: Request) -> Placement | Refusal:
+    def _place(self, request: Request, restartable: bool) -> Placement | Refusal:
         """Room now; what had too little of it for others of the same shape is not searched again, since room only shrinks during a look."""
         survey = self._surveys.get(request.shape)
         if survey is not None and survey.fitting < request.fewest:
             return survey.refusal(request)
+        if self.undrained is not None and not restartable:
+            return place(request, self.undrained)
         found = place(request, self.free)
         if isinstance(found, Refusal):
             self._surveys[request.shape] = found.survey
         return found
 
+    def _place_soon(self, request: Request) -> Placement | None:
+        if not self._giving or self._room_soon.get(request.shape, request.fewest) < request.fewest:
+            return None
+        found = place(request, self.soon)
+        if isinstance(found, Placement):
+            return found
+        self._room_soon[request.shape] = found.survey.fitting
+        return None
+
     def _promise(self, found: Placement, request: Request) -> None:
-        self.free.occupy(found.pods, request.shape)
-        self.soon.occupy(found.pods, request.shape)
+        for fleet in (self.free, self.soon, self.undrained):
+            if fleet is not None:
+                fleet.occupy(found.pods, request.shape)
 
     def _wait(self, gang: Waiting, refusal: Refusal) -> str:
         """Find other ways to room; says why the gang does not start now."""
         request, waited = gang.request, gang.waited + self.now - gang.since
         if not refusal.survey.ever(request):
             return refusal.reason  # nor does it hold up those behind it
-        if isinstance(found := place(request, self.soon), Placement):
+        if (found := self._place_soon(request)) is not None:
             self._promise(found, request)
             return f"{refusal.reason}; room for it is being given back"
-        if not self._blocked and waited >= self.policy.patience_seconds:
-            victims = self._take(gang, overtakers=True)
-        else:
-            victims = self._take(gang, overtakers=False) if any(other.priority < gang.priority for other in self.running) else []
+        overtakers = not self._blocked and waited >= self.policy.patience_seconds
+        victims = self._take(gang, overtakers) if overtakers or gang.priority > self._weakest else []
         if victims:
             names = ", ".join(victim.request.key for victim in victims[:_NAMES]) + (f" and {len(victims) - _NAMES} more" if len(victims) > _NAMES else "")
             return f"{refusal.reason}; {names} {'saves its' if len(victims) == 1 else 'save their'} state and {'makes' if len(victims) == 1 else 'make'} room"
         self._blocked += 1
         if self._blocked == 1 and waited >= self.policy.drain_seconds:
-            return f"{refusal.reason}; {self._drain(request):,} nodes are kept for it as they become free"
+            return f"{refusal.reason}; {self._drain(request):,} nodes take only gangs that can be moved until it starts"
         behind = f"; {self._blocked - 1:,} ahead of it in line" if self._blocked > 1 else ""
         return refusal.reason + behind
 
@@ -235,6 +258,7 @@ class _Look:
             self.preemptions.append(Preemption(victim.request.key, gang.request.key))
             self.soon.give_back(victim.pods, victim.request.shape)
         if victims:
+            self._giving, self._room_soon = True, {}
             found = place(gang.request, self.soon)
             assert isinstance(found, Placement), "the victims' room is enough"
             self._promise(found, gang.request)
@@ -245,11 +269,11 @@ class _Look:
         empty = _without(self.soon, (gang for gang in self.running if not gang.leaving and gang.ends != math.inf and gang.request.key not in self._victims))
         room, missing, kept = empty.room(request.shape), request.fewest, 0
         busy = {number: (empty.free[number] & ~self.soon.free[number]).bit_count() / room[number] for number in room}
+        self.undrained = self.free.copy()
         for number in sorted(room, key=lambda number: (busy[number], number)):
             if missing <= 0:
                 break
-            for fleet in (self.free, self.soon):
-                fleet.close(number)
+            self.undrained.close(number)
             missing, kept = missing - room[number], kept + 1
         return kept
 

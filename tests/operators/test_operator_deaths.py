@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from semantide.shared.errors import TransientError
 
+from semantide.shared.errors import TransientError
 from tests.operators.conftest import ASCEND, World
 
 NODES, NPUS = ["a", "b", "c", "d"], 4
@@ -49,9 +49,7 @@ def test_everything_ends_right(seed: int) -> None:
         pods, npus = draw.choice([(1, 1), (1, 4), (2, 2), (2, 4), (3, 4), (4, 1)])
         elastic = {"elastic": {"min": 1, "max": pods}} if draw.random() < 0.3 else {}
         sizes[f"job{number}"] = pods
-        lab.submit(
-            f"job{number}", pods, npus, priority=draw.choice([0, 0, 5]), restartPolicy={"limit": 1000, "backoffSeconds": draw.choice([0, 3])}, **elastic
-        )
+        lab.submit(f"job{number}", pods, npus, priority=draw.choice([0, 0, 5]), restartPolicy={"limit": 1000, "backoffSeconds": draw.choice([0, 3])}, **elastic)
     deadly = 0.02
 
     def die(verb: str, kind: str, name: str) -> None:

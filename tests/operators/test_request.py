@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from semantide.operators.node import Node, Taint
-from semantide.operators.request import Expression, Shape, Toleration, job_request, replica_request, shape_of
-from semantide.operators.resources import NPUJob, NPUService
+from semantide.operators.request import Expression, Request, Shape, Toleration, shape_of
 
 ASCEND = "huawei.com/Ascend910"
 
@@ -74,17 +73,9 @@ def test_tolerations(toleration: Toleration, covers: bool) -> None:
     assert toleration.covers(Taint("a", "b")) == covers
 
 
-def test_gangs_of_jobs_and_services() -> None:
-    job = NPUJob.parse(
-        {
-            "metadata": {"name": "j", "namespace": "x"},
-            "spec": {"kind": "train", "worldSize": 4, "npusPerPod": 8, "profile": "nvidia", "elastic": {"min": 2, "max": 4}},
-        }
-    )
-    request = job_request(job, ("j-0", "j-1", "j-2", "j-3"))
-    assert (request.key, request.fewest, request.npus, request.shape) == ("x/j", 2, 32, Shape(npus=8, resource_name="nvidia.com/gpu", aligned=False))
-    service = NPUService.parse({"metadata": {"name": "s"}, "spec": {"template": {"resources": {"requests": {"cpu": "1"}}}}})
-    replicas = replica_request(service, ("s-1",), {"n1": 2})
-    assert replicas.spread and replicas.fewest == 1 and replicas.shape.resource_name == "" and replicas.shape.millicores == 1000
+def test_a_gang_counts_its_npus() -> None:
+    request = Request("x/j", ("j-0", "j-1", "j-2", "j-3"), shape_of("nvidia", "", 8, {}), least=2)
+    assert (request.fewest, request.npus, request.shape) == (2, 32, Shape(npus=8, resource_name="nvidia.com/gpu", aligned=False))
+    assert Request("x/j", ("j-0",)).fewest == 1 and shape_of("cpu", "", 0, {}).resource_name == ""
     with pytest.raises(ValueError, match="the profile 'cpu' has no devices: name resourceName"):
         shape_of("cpu", "", 2, {})

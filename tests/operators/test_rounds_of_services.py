@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from semantide.operators.balancing import ReplicaLoad
 
 Worlds = Callable[..., Any]
@@ -14,7 +15,8 @@ Worlds = Callable[..., Any]
 def ready(lab: Any, name: str = "shop") -> int:
     """Replicas that answer at this moment."""
     return sum(
-        "deletionTimestamp" not in body["metadata"] and any(entry["type"] == "Ready" and entry["status"] == "True" for entry in body["status"].get("conditions") or ())
+        "deletionTimestamp" not in body["metadata"]
+        and any(entry["type"] == "Ready" and entry["status"] == "True" for entry in body["status"].get("conditions") or ())
         for body in lab.pods(name, "service")
     )
 

@@ -1,0 +1,171 @@
+"""The operator in the chart: definitions that agree with the operator's own models, its rights, and its settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
+
+from semantide.operators.resources import NPUJobSpec, NPUJobStatus, NPUServiceSpec, NPUServiceStatus
+from semantide.operators.settings import OperatorSettings
+
+Manifest = dict[str, Any]
+Render = Callable[..., list[Manifest]]
+
+
+def definition(render: Render, name: str, *options: str) -> Manifest:
+    return next(body for body in render("", *options) if body["kind"] == "CustomResourceDefinition" and body["metadata"]["name"].startswith(name))
+
+
+def schema_of(body: Manifest) -> Manifest:
+    found: Manifest = body["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    return found
+
+
+def walk(schema: Manifest) -> list[Manifest]:
+    inner = [*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])]
+    return [schema, *(found for one in inner for found in walk(one))]
+
+
+def agree(model: type[BaseModel], schema: Manifest, path: str) -> None:
+    """Every field of the model is in the schema with its bounds, and the other way round."""
+    fields = {to_camel(name): field for name, field in model.model_fields.items()}
+    assert set(fields) == set(schema["properties"]), path
+    for name, field in fields.items():
+        inner, where = schema["properties"][name], f"{path}.{name}"
+        kind = (
+            next((one for one in get_args(field.annotation) if one is not type(None)), field.annotation)
+            if get_origin(field.annotation) in (Union, UnionType)
+            else field.annotation
+        )
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            agree(kind, inner, where)
+        elif get_origin(kind) is Literal:
+            assert set(inner["enum"]) == set(get_args(kind)), where
+        for bound in field.metadata:
+            if getattr(bound, "ge", None) is not None:
+                assert inner["minimum"] >= bound.ge, where
+        # A default of the definition is the model's own, so that a resource means the same with and without it.
+        if "default" in inner and not inner.get("properties"):
+            assert inner["default"] == field.default, where
+
+
+@pytest.mark.parametrize(("name", "spec", "status"), [("npujobs", NPUJobSpec, NPUJobStatus), ("npuservices", NPUServiceSpec, NPUServiceStatus)])
+def test_definitions_agree_with_the_models(render: Render, name: str, spec: type[BaseModel], status: type[BaseModel]) -> None:
+    schema = schema_of(definition(render, name))
+    agree(spec, schema["spec"], "spec")
+    assert set(schema["status"]["properties"]) <= {to_camel(field) for field in status.model_fields}
+    assert schema["status"]["x-kubernetes-preserve-unknown-fields"] is True
+    assert all("type" in one for part in schema.values() for one in walk(part)), "a structural schema says the type of everything"
+
+
+def test_rules_check_what_bounds_cannot(render: Render) -> None:
+    rules = [
+        rule["rule"]
+        for name in ("npujobs", "npuservices")
+        for part in schema_of(definition(render, name)).values()
+        for one in walk(part)
+        for rule in one.get("x-kubernetes-validations", ())
+    ]
+    assert len(rules) >= 6 and any("elastic" in rule for rule in rules)
+
+
+def test_printed_columns_exist(render: Render) -> None:
+    for name in ("npujobs", "npuservices"):
+        body = definition(render, name)
+        for column in body["spec"]["versions"][0]["additionalPrinterColumns"]:
+            place = schema_of(body)
+            steps = column["jsonPath"].strip(".").split(".")
+            if steps[0] == "metadata":
+                continue
+            schema: Manifest = {"properties": place}
+            for step in steps:
+                schema = schema["properties"][step]
+            assert schema["type"] == column["type"] or (column["type"], schema["type"]) == ("date", "string"), column
+
+
+def rights(render: Render, *options: str) -> set[tuple[str, str, str]]:
+    """(kind of role, resource, verb) of all that the operator's account may do."""
+    manifests = render("", *options)
+    account = next(body["metadata"]["name"] for body in manifests if body["kind"] == "ServiceAccount" and body["metadata"]["name"].endswith("-operator"))
+    bound = {
+        (body["roleRef"]["kind"], body["roleRef"]["name"])
+        for body in manifests
+        if body["kind"].endswith("RoleBinding") and any(subject["name"] == account for subject in body["subjects"])
+    }
+    return {
+        (body["kind"], resource, verb)
+        for body in manifests
+        if (body["kind"], body["metadata"]["name"]) in bound
+        for rule in body["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_a_namespaced_operator_may_only_read_nodes_beyond_its_namespace(render: Render) -> None:
+    beyond = {(resource, verb) for kind, resource, verb in rights(render) if kind == "ClusterRole"}
+    assert beyond == {("nodes", "list"), ("nodes", "watch")}
+    everywhere = {resource for kind, resource, _ in rights(render, "--set", "operatorClusterWide=true") if kind == "ClusterRole"}
+    assert "pods" in everywhere and "leases" not in everywhere
+
+
+def test_no_secret_and_no_wildcard(render: Render) -> None:
+    options = ("--set", "operatorClusterWide=true,operatorScheduler=volcano,operatorSettings.dynamicResources=true,operatorDeviceInfoNamespace=kube-system")
+    found = rights(render, *options)
+    assert not [right for right in found if "secrets" in right or "*" in right]
+    assert ("ClusterRole", "podgroups", "create") in found and ("ClusterRole", "resourceclaimtemplates", "create") in found
+    assert ("Role", "configmaps", "list") in found
+
+
+def test_every_verb_of_the_operator_is_allowed(render: Render) -> None:
+    """What ``operators/`` calls, by reading its code: a new call without its right is found here and not on a cluster."""
+    allowed = {(resource, verb) for _, resource, verb in rights(render)}
+    watched = {(resource, verb) for resource in ("npujobs", "npuservices", "pods", "nodes") for verb in ("list", "watch")}
+    written = {("npujobs/status", "update"), ("npuservices/status", "update"), ("pods", "create"), ("pods", "patch"), ("pods", "delete"), ("pods", "get")}
+    others = {
+        ("configmaps", "create"),
+        ("services", "list"),
+        ("services", "create"),
+        ("events", "create"),
+        ("leases", "get"),
+        ("leases", "create"),
+        ("leases", "update"),
+    }
+    assert watched | written | others | {("npujobs", "get"), ("npuservices", "get")} == allowed
+
+
+def test_the_deployment_sets_what_the_operator_reads(render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--set", "operatorSettings.unschedulableSeconds=7,operatorPodTemplate.nodeSelector.pool=npu,operatorProfile=ascend")
+    deployment = next(body for body in render("", *options) if body["kind"] == "Deployment" and body["metadata"]["name"].endswith("-operator"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    fields = {f"SEMANTIDE_OPERATOR_{name.upper()}" for name in OperatorSettings.model_fields}
+    for entry in container["env"]:
+        assert entry["name"] in fields, entry["name"]
+        if "value" in entry:
+            monkeypatch.setenv(entry["name"], entry["value"])
+    settings = OperatorSettings()
+    assert settings.unschedulable_seconds == 7 and settings.profile == "ascend" and settings.pod_extras == {"nodeSelector": {"pool": "npu"}}
+    from semantide.operators.pod_template import check_template
+
+    check_template(settings.pod_template)
+    assert {volume["name"] for volume in settings.pod_template["volumes"]} >= {"data"}
+
+
+def test_the_page_and_the_schema_have_every_setting(environment_table: ModuleType, lint: ModuleType) -> None:
+    table = environment_table.table(OperatorSettings, "SEMANTIDE_OPERATOR_")
+    assert environment_table.shown(environment_table.OPERATOR_PAGE) == table, "run `python tests/charts/environment_table.py`"
+    chart = json.loads((lint.CHART / "values.schema.json").read_text())
+    assert chart["properties"]["operatorSettings"]["properties"] == environment_table.schema(OperatorSettings, environment_table.OPERATOR_OWN)
+
+
+def test_the_page_tells_no_name_that_is_not_there(environment_table: ModuleType) -> None:
+    page = environment_table.OPERATOR_PAGE.read_text()
+    for name in re.findall(r"`([a-z]+_[a-z_]+)`", page):
+        assert name in OperatorSettings.model_fields or name in ("job_runner",), name
