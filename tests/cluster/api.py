@@ -141,7 +141,7 @@ def _path(plural: str, namespace: str, name: str = "") -> str:
     return "/" + "/".join(part for part in (_GROUPS[plural], f"namespaces/{namespace}" if namespace else "", plural, name) if part)
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 120.0, pause: float = 0.1) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = 900.0, pause: float = 0.1) -> Any:
     """What ``condition`` gives once it is true. The patience only bounds a failure: it must hold on a machine ten times slower."""
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -28,7 +28,7 @@ import httpx
 
 from .api import Api, until
 
-_START_SECONDS = 180.0
+_START_SECONDS = 900.0
 _NOT_RUN = ("horizontalpodautoscaling", "nodeipam", "route", "service", "attachdetach", "ttl", "bootstrapsigner", "tokencleaner", "csrsigning", "csrapproving")
 API_SERVICE_ADDRESS = "10.0.0.1"
 """Where pods are told that the API server is."""
