@@ -19,38 +19,43 @@ RUN command -v c++ > /dev/null \
     || { apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } \
     || echo "no C++ compiler: the image will run the torch references"
 WORKDIR /build
-COPY constraints.txt pyproject.toml docker/requirements.py docker/trim.py ./
 
 # torch, the other dependencies and our code are layers of their own: a change of code sends the last one, of a few MB, anew.
 # torch comes alone from its index, which need not have the pinned versions of what torch stands on; those follow with the rest.
 FROM venv AS torch
 ARG TORCH_INDEX=""
+COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch \
     && python -c "import importlib.metadata as m; files = [str(f) for f in m.files('torch')]; print('torch', m.version('torch'), 'carries CUDA libraries: TORCH_INDEX chooses a smaller build' if any('libtorch_cuda' in f for f in files) else '')"
 
 FROM torch AS dependencies
 ARG EXTRAS="cluster"
+COPY pyproject.toml docker/requirements.py ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python requirements.py ${EXTRAS} > requirements.txt \
-    && pip install --root /rest --constraint constraints.txt --requirement requirements.txt \
-    && python trim.py /rest
+    && pip install --root /rest --constraint constraints.txt --requirement requirements.txt
+COPY docker/trim.py ./
+RUN python trim.py /rest
 
 FROM torch AS trimmed-torch
+COPY docker/trim.py ./
 RUN python trim.py /opt/semantide && python -m pip uninstall --yes pip
 
 FROM venv AS code
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --no-deps --root /code . && python trim.py /code
+    pip install --no-deps --root /code .
 
 # The operator: its own environment, then an empty root with nothing but what that needs.
 FROM venv AS operator-environment
 RUN python3 -m venv /opt/operator
+COPY constraints.txt pyproject.toml docker/requirements.py ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python requirements.py --only operator > requirements.txt \
-    && /opt/operator/bin/pip install --constraint constraints.txt --requirement requirements.txt \
-    && python trim.py /opt/operator
+    && /opt/operator/bin/pip install --constraint constraints.txt --requirement requirements.txt
+COPY docker/trim.py ./
+RUN python trim.py /opt/operator
 COPY --from=code /code/opt/semantide/lib /opt/operator/lib
 RUN cd /opt/operator/lib/python3*/site-packages/semantide && rm -rf kernels services && find . -name __pycache__ -prune -exec rm -rf {} +
 COPY docker/bare_root.py docker/bill_of_materials.py ./

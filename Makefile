@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := kernels shared services operators
 
-.PHONY: help install native demo test test-all test-cluster check format types bench up down clean
+.PHONY: help install native demo test test-all test-cluster test-compose check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -39,11 +39,14 @@ test: native  ## The tests (a few minutes)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: native  ## The tests, slow ones too
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not compose'
 
 test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more)
 	$(BIN)/python tests/cluster/binaries.py
 	$(BIN)/python -m pytest -m cluster --timeout 1800 -rs tests/cluster tests/operators
+
+test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
+	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose
 
 check: install  ## ruff, mypy, import-linter, chart lint
 	$(BIN)/ruff check .
@@ -73,6 +76,25 @@ up: install  ## Start everything on this machine (Ctrl-C ends it)
 
 down: install  ## Stop the stack of this folder
 	$(BIN)/semantide down
+
+.env:
+	umask 077; echo "SEMANTIDE_API_KEYS=$$($(BIN)/python -c 'import secrets; print(secrets.token_hex(24))')" > $@
+
+COMPOSE = TORCH_INDEX="$(TORCH_INDEX)" $(if $(OBSERVABILITY),SEMANTIDE_OTLP_ENDPOINT=http://collector:4318) docker compose $(if $(OBSERVABILITY),--profile observability)
+
+compose-up: install .env  ## The rooms as containers; OBSERVABILITY=1 adds a collector, Prometheus and Grafana (the key is in .env)
+	$(COMPOSE) up --build --wait
+
+compose-down: .env  ## Stop the containers; their volumes stay
+	docker compose --profile observability down
+
+demo-compose: compose-up  ## The whole loop on real data, through the containers
+	set -a; . ./.env; SEMANTIDE_URL=http://127.0.0.1:$${SEMANTIDE_PORT:-8000} SEMANTIDE_DATA_DIR=.demo/compose $(BIN)/semantide demo --running --dataset $(DATASET)
+
+image:  ## Build the images semantide:local and semantide-operator:local, and bill/ that says what is in them
+	docker build --build-arg TORCH_INDEX="$(TORCH_INDEX)" --tag semantide:local .
+	docker build --target operator --tag semantide-operator:local .
+	docker build --build-arg TORCH_INDEX="$(TORCH_INDEX)" --target sbom --output bill .
 
 clean:  ## Remove what was built (not .semantide, which holds your data)
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(VENV) .demo

@@ -1,7 +1,7 @@
 """Takes out of installed packages what no process of ours reads: ``python docker/trim.py FOLDER...`` in a build, with binutils beside it.
 
 Test suites, C and C++ headers, static libraries and programs that only serve to build or test; libraries of pyarrow for protocols that nobody here speaks;
-symbol tables of shared libraries, which only debuggers read. What is left is imported at the end of the build, so a wrong cut ends it.
+symbol tables of the two largest libraries, which only debuggers read. What is left is imported at the end of the build, so a wrong cut ends it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _PATTERNS = (
 )
 # Their suites are folders of this name at any depth. A package of ours or torch's own tests are found by name above.
 _WITH_TESTS = ("numpy", "scipy", "sklearn", "sympy", "networkx", "pyarrow", "pandas", "joblib", "threadpoolctl")
+# Large libraries as their linker left them. What auditwheel has patched (numpy, scipy) does not survive strip.
+_STRIPPED = ("torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so", "_polars_runtime*/*.so")
 _PROGRAMS_KEPT = ("torch_shm_manager",)
 
 
@@ -56,10 +58,9 @@ def trim(site: Path) -> int:
             freed += path.lstat().st_size
             path.unlink()
     if strip := shutil.which("strip"):
-        for library in (path for path in site.rglob("*.so*") if path.is_file() and not path.is_symlink()):
+        for library in (path for pattern in _STRIPPED for path in site.glob(pattern)):
             before = library.stat().st_size
-            # A library that strip does not understand stays as it is.
-            subprocess.run([strip, "--strip-unneeded", str(library)], check=False, capture_output=True)
+            subprocess.run([strip, "--strip-unneeded", str(library)], check=True)
             freed += before - library.stat().st_size
     return freed
 

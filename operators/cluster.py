@@ -48,6 +48,8 @@ KINDS = {
     "NPUService": Kind(API_VERSION, "npuservices"),
     "PodGroup": Kind("", "podgroups"),  # Volcano's or Kubernetes' own, as the manifest says
     "ResourceClaimTemplate": Kind("resource.k8s.io/v1", "resourceclaimtemplates"),
+    "ResourceClaim": Kind("resource.k8s.io/v1", "resourceclaims"),
+    "ResourceSlice": Kind("resource.k8s.io/v1", "resourceslices", namespaced=False),
 }
 
 

@@ -132,11 +132,11 @@ def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: 
     for key, look in looks.items():
         step = steps[key]
         try:
+            if step.waits and (seconds_of(step.status.restart_time) or 0.0) > now:
+                continue  # after a loss; its message still says what happened
             if step.waits and look.job.spec.scheduler != "own":
-                pause = seconds_of(step.status.restart_time) or 0.0
-                if pause <= now:
-                    names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
-                    steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
+                names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
+                steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
             elif step.waits:
                 waiting.append(_waiting(look, step))
             elif (gang := _running(look, step)) is not None:
@@ -160,7 +160,7 @@ def _waiting(look: Look, step: Step) -> Waiting:
     avoid = frozenset(entry.node for entry in status.avoid)
     request = Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
-    return Waiting(request, job.spec.priority, since, status.waited_seconds, seconds_of(status.restart_time) or 0.0)
+    return Waiting(request, job.spec.priority, since, status.waited_seconds)
 
 
 def _running(look: Look, step: Step) -> Running | None:

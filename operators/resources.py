@@ -193,7 +193,8 @@ class NPUJobStatus(Part):
 
     ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
     ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of. It stands in line since ``queue_time``
-    and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited.
+    and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited. ``reason_time`` is when the reason for
+    its waiting was written.
     """
 
     phase: JobPhase = "Pending"
@@ -205,6 +206,7 @@ class NPUJobStatus(Part):
     attempt: int = 0
     restarts: int = 0
     restart_time: str | None = None
+    reason_time: str | None = None
     message: str = ""
     imbalance: float | None = None
     wish: int = 0

@@ -46,8 +46,7 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
     spec = service.spec
     npus = spec.npus_per_replica
     claims = bool(npus) and settings.dynamic_resources
-    environment = {"SEMANTIDE_REPLICA_SERVICE": service.name, "SEMANTIDE_REPLICA_MODEL": spec.model, "SEMANTIDE_REPLICA_CATALOG": spec.catalog}
-    environment |= {"SEMANTIDE_REPLICA_VARIANT": spec.variant}
+    environment = {"SEMANTIDE_REPLICA_MODEL": spec.model, "SEMANTIDE_REPLICA_CATALOG": spec.catalog, "SEMANTIDE_REPLICA_VARIANT": spec.variant}
     own = Container(
         name=place.pod,
         labels={**service_selector(service), REVISION_LABEL: revision},
@@ -56,7 +55,6 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
         command=spec.command or _ENTRY,
         environment=[
             *({"name": name, "value": value} for name, value in environment.items() if value),
-            {"name": "SEMANTIDE_REPLICA_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             *visible_devices(spec.profile, service_resource(service), place.npus, settings),
         ],
         resources={service_resource(service): str(npus)} if npus and not claims else {},

@@ -59,6 +59,8 @@ class OperatorSettings(BaseSettings):
     """How long Kubernetes' scheduler may refuse a placed pod before the whole gang is placed anew elsewhere, seconds."""
     placing_seconds: float = Field(default=900.0, gt=0)
     """How long all pods of a gang may take to run (images are pulled) before that counts as a failure, seconds."""
+    reason_seconds: float = Field(default=15.0, ge=0)
+    """How often the reason why a job waits is written anew, at most, seconds."""
     avoid_seconds: float = Field(default=300.0, ge=0)
     """How long a job avoids a node that refused its pod, seconds."""
     backoff_limit_seconds: float = Field(default=300.0, ge=0)

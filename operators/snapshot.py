@@ -6,7 +6,7 @@ one is kept, what was deleted does not come back, and a full listing now and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
@@ -30,6 +30,15 @@ class Invalid:
 
     body: Mapping[str, Any]
     reason: str
+
+
+@dataclass(frozen=True)
+class DeviceReports:
+    """What others say of devices: their health by the device plugin, and what is there and claimed under dynamic resource allocation."""
+
+    config_maps: tuple[Body, ...] = ()
+    slices: tuple[Body, ...] = ()
+    claims: tuple[Body, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class ObjectCache:
             return list(self._objects.get(kind, {}).values())
 
     def snapshot(
-        self, settings: OperatorSettings, now: float, device_infos: Iterable[Body] = (), loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None
+        self, settings: OperatorSettings, now: float, devices: DeviceReports | None = None, loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None
     ) -> Snapshot:
         """One reading of everything."""
         invalid: list[Invalid] = []
@@ -89,8 +98,16 @@ class ObjectCache:
         services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
         pods = self.bodies("Pod")
         asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
+        reports = devices or DeviceReports()
         nodes = read_nodes(
-            self.bodies("Node"), pods, device_infos, now=now, resource_names=(DEVICE_NAMES | asked) - {""}, gone_seconds=settings.node_grace_seconds
+            self.bodies("Node"),
+            pods,
+            reports.config_maps,
+            now=now,
+            resource_names=(DEVICE_NAMES | asked) - {""},
+            slices=reports.slices,
+            claims=reports.claims,
+            gone_seconds=settings.node_grace_seconds,
         )
         return Snapshot(
             now=now,

@@ -269,3 +269,88 @@ def test_handed_over_gangs_are_not_placed_here(world: Worlds) -> None:
     for body in lab.pods("theirs"):
         assert body["spec"]["schedulerName"] == "volcano" and "affinity" not in body["spec"]
         assert body["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+
+
+def test_where_no_node_answers_nothing_is_restarted(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8)
+    lab.settle()
+    before = {body["metadata"]["uid"] for body in lab.pods("train")}
+    for name in ("a", "b"):
+        lab.nodes.ready(name, False)
+    lab.turn(5, seconds=60)
+    for name in ("a", "b"):
+        lab.nodes.ready(name, True)
+    lab.settle()
+    assert lab.phase("train") == "Running" and {body["metadata"]["uid"] for body in lab.pods("train")} == before
+
+
+def test_an_npu_that_fails_moves_its_gang(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.operator.settings = lab.settings.model_copy(update={"device_info_namespace": "kube-system", "device_info_seconds": 1.0})
+    lab.submit("train", npus=4, restartPolicy={"backoffSeconds": 0})
+    lab.settle()
+    (place,) = lab.status("train")["placement"]
+    fault = [{"npu_name": f"Ascend910-{place['npus'][0]}", "fault_handling": "SeparateNPU", "fault_level": "SeparateNPU"}]
+    listed = {"huawei.com/Ascend910-Unhealthy": f"Ascend910-{place['npus'][0]}", "huawei.com/Ascend910-Fault": json.dumps(fault)}
+    said = {"DeviceInfoCfg": json.dumps({"DeviceInfo": {"DeviceList": listed, "UpdateTime": 0}})}
+    metadata = {"name": f"mindx-dl-deviceinfo-{place['node']}", "namespace": "kube-system"}
+    lab.cluster.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": said})
+    lab.turn(8, seconds=2)
+    lab.settle()
+    (after,) = lab.status("train")["placement"]
+    assert lab.phase("train") == "Running" and lab.status("train")["restarts"] == 1
+    assert (place["node"], place["npus"][0]) not in {(after["node"], npu) for npu in after["npus"]}
+
+
+def test_a_changed_spec_makes_another_gang_and_a_changed_priority_does_not(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train")
+    lab.settle()
+    (before,) = lab.pods("train")
+    lab.change("NPUJob", "train", priority=7)
+    lab.settle()
+    assert [body["metadata"]["uid"] for body in lab.pods("train")] == [before["metadata"]["uid"]]
+    lab.change("NPUJob", "train", image="other:1")
+    lab.settle()
+    (after,) = lab.pods("train")
+    assert after["spec"]["containers"][0]["image"] == "other:1" and lab.status("train")["restarts"] == 0
+
+
+def test_events_tell_what_happened_and_are_told_once(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train")
+    lab.settle()
+    for _ in range(5):
+        lab.turn(1, seconds=10)
+    assert sorted(body["reason"] for body in lab.cluster.of("Event")) == ["Placed", "Running"]
+
+
+def test_rounds_without_news_write_nothing(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("runs", pods=2, npus=8)
+    lab.submit("waits", pods=3, npus=8)
+    lab.submit("ended")
+    lab.serve("shop", npus=0)
+    lab.settle()
+    lab.turn(2, seconds=1)
+    before = lab.cluster.version
+    for _ in range(5):
+        lab.turn(1, seconds=7)
+    assert lab.cluster.version == before
+
+
+def test_claimed_devices_are_placed_by_slices_and_claims(world: Worlds) -> None:
+    lab = world(["a", "b"], npus=0, dynamic_resources=True, device_info_seconds=1.0)
+    for node, count in (("a", 4), ("b", 8)):
+        devices = [{"name": f"npu-{npu}", "attributes": {"index": {"int": npu}}} for npu in range(count)]
+        spec = {"nodeName": node, "driver": "npu.huawei.com", "pool": {"name": node}, "devices": devices}
+        lab.cluster.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": node}, "spec": spec})
+    lab.submit("large", npus=8)
+    lab.submit("larger", npus=8)
+    lab.operator.turn()
+    lab.operator.turn()
+    assert [place["node"] for place in lab.status("large")["placement"]] == ["b"]
+    assert lab.phase("larger") == "Pending"
+    (template,) = lab.cluster.of("ResourceClaimTemplate")
+    assert lab.pods("large")[0]["spec"]["resourceClaims"][0]["resourceClaimTemplateName"] == template["metadata"]["name"]

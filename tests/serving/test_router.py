@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from semantide.services.serving.router import Router
 from semantide.shared import http
 from semantide.shared.broker import free_port
@@ -31,10 +32,10 @@ class Plain:
         self.answer, self.asked = answer, 0
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self._server = http.Server(self._app, "127.0.0.1", self.port)  # type: ignore[arg-type]
+        self._server = http.Server(self, "127.0.0.1", self.port)  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             while (message := await receive())["type"] != "lifespan.shutdown":
                 await send({"type": f"{message['type']}.complete"})

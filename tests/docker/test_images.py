@@ -1,0 +1,81 @@
+"""The scripts that images are built with, on small folders of their kind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def made(site: Path, *names: str) -> None:
+    for name in names:
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("x" * 10)
+
+
+def left(site: Path) -> set[str]:
+    return {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
+
+
+def test_only_what_nobody_reads_is_cut_out(tmp_path: Path) -> None:
+    kept = {"torch/nn/__init__.py", "torch/bin/torch_shm_manager", "torch/testing/__init__.py", "numpy/core.py", "semantide/tests/own.py", "pyarrow/lib.so.py"}
+    gone = ("torch/test/a.py", "torch/include/c10.h", "torch/bin/test_api", "numpy/linalg/tests/t.py", "pyarrow/include/a.h", "scipy/x/lib.a", "kubernetes/aio/a.py")
+    made(tmp_path, *kept, *gone)
+    assert load("trim").trim(tmp_path) == 10 * len(gone)
+    assert left(tmp_path) == kept
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or shutil.which("strip") is None, reason="no compiler and binutils here")
+def test_a_library_loads_without_its_symbol_table(tmp_path: Path) -> None:
+    (tmp_path / "a.c").write_text("static int hidden(void) { return 41; } int answer(void) { return hidden() + 1; }")
+    library = tmp_path / "torch" / "lib" / "libtorch_cpu.so"
+    library.parent.mkdir(parents=True)
+    other = tmp_path / "numpy.libs" / "libblas.so"
+    other.parent.mkdir()
+    subprocess.run(["cc", "-shared", "-fPIC", "-g", "-o", str(library), str(tmp_path / "a.c")], check=True)
+    before = library.stat().st_size
+    shutil.copy(library, other)
+    assert load("trim").trim(tmp_path) == before - library.stat().st_size > 0
+    assert other.stat().st_size == before, "auditwheel has patched it: strip would break it"
+    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "42"
+
+
+def test_the_bill_has_every_distribution_once_and_the_same_text_each_time(tmp_path: Path) -> None:
+    module = load("bill_of_materials")
+    site = tmp_path / "opt" / "semantide" / "lib" / "python3.11" / "site-packages"
+    for name, version, licence in (("Some_Thing", "1.2", "License-Expression: MIT"), ("other", "3", "Classifier: License :: OSI Approved :: BSD License")):
+        made(site, f"{name}-{version}.dist-info/METADATA")
+        (site / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{licence}\n")
+    bill = module.bill("image", tmp_path)
+    parts = {part["purl"]: part for part in bill["components"] if part["purl"].startswith("pkg:pypi/")}
+    assert set(parts) == {"pkg:pypi/some-thing@1.2", "pkg:pypi/other@3"}
+    assert parts["pkg:pypi/some-thing@1.2"]["licenses"] == [{"expression": "MIT"}]
+    assert parts["pkg:pypi/other@3"]["licenses"] == [{"license": {"name": "BSD License"}}]
+    assert bill["bomFormat"] == "CycloneDX" and bill == module.bill("image", tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("ldd") is None, reason="no ldd here")
+def test_a_bare_root_has_what_a_binary_is_linked_to(tmp_path: Path) -> None:
+    module = load("bare_root")
+    needed = module.linked([Path(os.path.realpath(sys.executable))])
+    assert any("libc." in path.name or "ld-" in path.name for path in needed) and all(path.exists() for path in needed)
+    module._copy(next(iter(sorted(needed))), tmp_path)
+    (copied,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert Path("/") / copied.relative_to(tmp_path) in needed and not copied.is_symlink()

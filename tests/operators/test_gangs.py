@@ -1,0 +1,141 @@
+"""What pods of a gang are made of: names, devices, environment, templates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, pod_names
+from semantide.operators.pod_template import merged
+from semantide.operators.pods import Pod
+from semantide.operators.rank_table import rank_table
+from semantide.operators.resources import NPUJob, PodPlacement
+from semantide.operators.settings import OperatorSettings
+
+
+def job(name: str = "train", uid: str = "uid-1", **spec: Any) -> NPUJob:
+    full = {"kind": "train", "worldSize": 2, "npusPerPod": 2, "profile": "ascend", **spec}
+    return NPUJob.parse({"kind": "NPUJob", "metadata": {"name": name, "namespace": "lab", "uid": uid}, "spec": full})
+
+
+PLACES = (PodPlacement(pod="p-0", node="a", npus=(0, 1)), PodPlacement(pod="p-1", node="b", npus=(2, 3)))
+
+
+def gang(one: NPUJob, **settings: Any) -> list[dict[str, Any]]:
+    return gang_manifests(one, PLACES, 3, OperatorSettings(**settings), 1_800_000_000.0)
+
+
+def environment(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in manifest["spec"]["containers"][0]["env"]}
+
+
+@given(name=st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?", fullmatch=True), attempt=st.integers(1, 99999), rank=st.integers(0, 9999))
+def test_names_fit_host_names_and_differ(name: str, attempt: int, rank: int) -> None:
+    mine, other = job(name), job(name, uid="uid-2")
+    assert len(gang_name(mine, attempt)) + len(f"-{rank}") <= 63 + len(str(rank)) and "--" not in gang_name(mine, attempt)[-12:]
+    assert gang_name(mine, attempt) != gang_name(other, attempt) != gang_name(other, attempt + 1)
+    assert len(set(pod_names(mine, attempt, 5))) == 5
+
+
+def test_the_same_gang_is_the_same_objects() -> None:
+    assert gang(job()) == gang(job())
+
+
+def test_ascend_pods_ask_for_their_own_npus() -> None:
+    pod = gang(job())[1]
+    assert pod["metadata"]["annotations"]["huawei.com/Ascend910"] == "Ascend910-2,Ascend910-3"
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"huawei.com/Ascend910": "2"}
+    said = environment(pod)
+    assert said["ASCEND_VISIBLE_DEVICES"] == {"fieldRef": {"fieldPath": "metadata.annotations['huawei.com/Ascend910']"}}
+    assert said["RANK"] == "2" and said["WORLD_SIZE"] == "4" and said["RANK_TABLE_FILE"].endswith("hccl.json")
+    chosen = gang(job(resourceName="huawei.com/Ascend910B3"))[0]
+    assert chosen["metadata"]["annotations"]["huawei.com/Ascend910B3"] == "Ascend910B3-0,Ascend910B3-1"
+    theirs = gang(job(), assign_devices=False)[0]
+    assert "ASCEND_VISIBLE_DEVICES" not in environment(theirs) and "huawei.com/Ascend910" not in theirs["metadata"]["annotations"]
+
+
+def test_nvidia_and_cpu_pods_have_no_table_of_ranks() -> None:
+    gpu = gang(job(profile="nvidia"))[0]
+    assert gpu["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert "RANK_TABLE_FILE" not in environment(gpu) and "NVIDIA_VISIBLE_DEVICES" not in environment(gpu)
+    cpu = gang(job(profile="cpu", npusPerPod=0))[1]
+    assert "resources" not in cpu["spec"]["containers"][0] and environment(cpu)["RANK"] == "1"
+
+
+def test_devices_may_be_claimed() -> None:
+    template, pod, _ = gang(job(), dynamic_resources=True)
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"] == {"deviceClassName": "npu.huawei.com", "allocationMode": "ExactCount", "count": 2}
+    assert pod["spec"]["resourceClaims"] == [{"name": "npus", "resourceClaimTemplateName": template["metadata"]["name"]}]
+    assert pod["spec"]["containers"][0]["resources"] == {"claims": [{"name": "npus"}]}
+
+
+def test_the_first_rank_is_found_by_file_or_by_name() -> None:
+    assert "MASTER_ADDR" not in environment(gang(job())[0])
+    service, first, second = gang(job(), rendezvous="dns")
+    assert service["spec"]["publishNotReadyAddresses"] and service["spec"]["clusterIP"] == "None"
+    assert environment(second)["MASTER_ADDR"] == f"p-0.{service['metadata']['name']}.lab.svc"
+    assert (first["spec"]["hostname"], first["spec"]["subdomain"]) == ("p-0", service["metadata"]["name"])
+
+
+def test_pods_are_bound_to_their_node_by_the_scheduler() -> None:
+    own = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [1]}, {"matchExpressions": [2]}]}}}
+    pod = gang(job(template={"affinity": own}))[1]
+    terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    here = [{"key": "metadata.name", "operator": "In", "values": ["b"]}]
+    assert terms == [{"matchExpressions": [1], "matchFields": here}, {"matchExpressions": [2], "matchFields": here}]
+    assert "nodeName" not in pod["spec"]
+
+
+def test_templates_lie_over_each_other_and_under_the_operators_own() -> None:
+    below = {"env": [{"name": "A", "value": "1"}, {"name": "RANK", "value": "x"}], "volumes": [{"name": "data"}], "labels": {"team": "x"}}
+    pod = gang(job(template={"env": [{"name": "A", "value": "2"}], "labels": {"semantide.io/job": "other"}}), own_namespace="lab", pod_template=below)[0]
+    assert environment(pod)["A"] == "2" and environment(pod)["RANK"] == "0"
+    assert pod["metadata"]["labels"]["semantide.io/job"] == "train" and pod["metadata"]["labels"]["team"] == "x"
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {"data", "semantide-ranks"}
+    elsewhere = gang(job(), own_namespace="other", pod_template=below)[0]
+    assert "A" not in environment(elsewhere)
+    with pytest.raises(ValueError, match="privileged"):
+        gang(job(template={"privileged": True}))
+
+
+def test_merging_leaves_what_it_was_given() -> None:
+    below, over = {"env": [{"name": "A"}], "resources": {"limits": {"cpu": "1"}}}, {"env": [{"name": "B"}], "resources": {"limits": {"memory": "1Gi"}}}
+    before = json.dumps([below, over])
+    assert merged(below, over) == {"env": [{"name": "A"}, {"name": "B"}], "resources": {"limits": {"cpu": "1", "memory": "1Gi"}}}
+    assert json.dumps([below, over]) == before
+
+
+def test_another_gang_is_wanted_only_when_pods_would_differ() -> None:
+    same = ({"priority": 9}, {"suspend": True}, {"deadlineSeconds": 5}, {"restartPolicy": {"limit": 1}}, {"elastic": {"min": 1, "max": 2}})
+    assert {job_revision(job(**spec)) for spec in same} == {job_revision(job())}
+    other = (
+        {"image": "x"},
+        {"command": ["a"]},
+        {"npusPerPod": 4},
+        {"template": {"env": [{"name": "A"}]}},
+        {"parameters": {"recipe": "x"}},
+        {"scheduler": "volcano"},
+    )
+    assert len({job_revision(job(**spec)) for spec in (*other, {})}) == len(other) + 1
+
+
+def test_the_table_takes_what_the_device_plugin_says() -> None:
+    said = {"server_id": "10.0.0.9", "devices": [{"device_id": "5", "device_ip": "192.168.100.5"}, {"device_id": "4", "device_ip": "192.168.100.4"}]}
+    pods = [
+        Pod("lab", "p-0", "u0", rank=0, address="10.1.0.1", host_address="10.0.0.1", npus=(0, 1)),
+        Pod("lab", "p-1", "u1", rank=1, address="10.1.0.2", annotations={"ascend.kubectl.kubernetes.io/ascend-910-configuration": json.dumps(said)}),
+    ]
+    table = rank_table(pods, 2)
+    assert (table["status"], table["version"], table["server_count"]) == ("completed", "1.0", "2")
+    first, second = table["server_list"]
+    assert first["server_id"] == "10.0.0.1" and [device["rank_id"] for device in first["device"]] == ["0", "1"]
+    assert second["server_id"] == "10.0.0.9"
+    assert second["device"] == [
+        {"device_id": "4", "device_ip": "192.168.100.4", "rank_id": "2"},
+        {"device_id": "5", "device_ip": "192.168.100.5", "rank_id": "3"},
+    ]
