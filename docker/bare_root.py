@@ -15,7 +15,22 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-_UNUSED = ("test", "tests", "idlelib", "tkinter", "turtledemo", "turtle.py", "lib2to3", "ensurepip", "distutils", "pydoc_data", "site-packages", "dist-packages", "__pycache__", "config-*")
+_UNUSED = (
+    "test",
+    "tests",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "turtle.py",
+    "lib2to3",
+    "ensurepip",
+    "distutils",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "config-*",
+)
 _FILES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf")
 _USER = "semantide:x:10001:10001::/tmp:/sbin/nologin\n"
 # Modules of which only a few of many are used: their compiled form alone is kept, without documentation.

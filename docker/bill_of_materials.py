@@ -31,7 +31,13 @@ def python_components(folders: list[str]) -> Iterator[dict[str, Any]]:
     """Every installed distribution."""
     for distribution in distributions(path=folders):
         name, version = distribution.metadata["Name"], distribution.version
-        yield {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version)}", "licenses": _licence(distribution)}
+        yield {
+            "type": "library",
+            "name": name,
+            "version": version,
+            "purl": f"pkg:pypi/{name.lower().replace('_', '-')}@{quote(version)}",
+            "licenses": _licence(distribution),
+        }
 
 
 def debian_components(root: Path) -> Iterator[dict[str, Any]]:

@@ -47,13 +47,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Look:
-    """What one round knows of a job's surroundings."""
+    """What one round knows of a job's surroundings. ``refusal`` is what the API server said when it would not write something for it."""
 
     job: NPUJob
     pods: Sequence[Pod]
     nodes: Mapping[str, Node]
     now: float
     settings: OperatorSettings
+    refusal: str = ""
 
     @property
     def gang(self) -> dict[str, Pod]:
@@ -207,6 +208,9 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     """Not all pods run yet: create what is missing, and give up a place that turns out to be none."""
     job, now, settings = look.job, look.now, look.settings
     own = job.spec.scheduler == "own"
+    if look.refusal:
+        # A quota, a policy of admission, a missing right: what was made so far must not hold its room.
+        return _lost(look, status, f"the API server refuses its pods: {look.refusal}", counts=False)
     refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
     if own:
         late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
@@ -245,6 +249,8 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
             f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
         )
     pause = min(policy.backoff_seconds * 2 ** max(recent - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
+    if look.refusal:
+        pause = max(pause, settings.unschedulable_seconds)
     status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})
     message = f"{cause}; all ranks start again from the last checkpoint" + (f" ({recent} of {policy.limit})" if counts else "")
     status = _concluded(look, status, "Restarting", "Lost", message)

@@ -21,7 +21,7 @@ from semantide.operators.reconcile import Round, reconcile_all
 from semantide.operators.resources import JOB_KIND, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_KIND
 from semantide.operators.settings import OperatorSettings
 from semantide.operators.snapshot import WATCHED, DeviceReports, ObjectCache, Snapshot
-from semantide.shared.errors import Conflict, NotFound, SemantideError
+from semantide.shared.errors import Conflict, NotFound, PermanentError, SemantideError
 
 _log = logging.getLogger("semantide.operator")
 
@@ -45,6 +45,7 @@ class Rounds:
         self._devices = DeviceReports()
         self._listed = self._asked_devices = float("-inf")
         self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
+        self._refusals: dict[str, str] = {}
         self.last: Snapshot | None = None
         self._turn = Lock()
         self._writers = ThreadPoolExecutor(writers, "writer") if writers > 1 else None
@@ -67,8 +68,10 @@ class Rounds:
                 return None
             now = self._clock()
             self._refresh(now)
-            snapshot = self.cache.snapshot(self.settings, now, self._devices, self._loads)
+            snapshot = self.cache.snapshot(self.settings, now, self._devices, self._loads, dict(self._refusals))
             self.last = snapshot
+            there = {f"{resource.kind} {resource.key}" for resource in (*snapshot.jobs, *snapshot.services)}
+            self._refusals = {resource: said for resource, said in self._refusals.items() if resource in there}
             decided = reconcile_all(snapshot, self.settings)
             self._meters.saw(snapshot, decided)
             spread = map if self._writers is None else self._writers.map
@@ -109,11 +112,16 @@ class Rounds:
                 if not self._leads():
                     return True
                 carry_out((action,), self.api, self.cache.put, lambda: time_of(self._clock()))
+            self._refusals.pop(resource, None)
             return False
         except (Conflict, NotFound) as error:
             # Somebody has written since, or it is gone: the next round begins with what is there now.
             _log.info("%s changed meanwhile: %s", resource, error)
             self._reread(kind, *key.split("/", 1))
+            return True
+        except PermanentError as error:
+            _log.error("%s is refused: %s", resource, error)
+            self._refusals[resource] = str(error)
             return True
         except SemantideError as error:
             _log.warning("%s is tried again: %s", resource, error)

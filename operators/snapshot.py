@@ -43,7 +43,8 @@ class DeviceReports:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` names the Services that are there."""
+    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` names the Services that are there;
+    ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round."""
 
     now: float
     jobs: tuple[NPUJob, ...] = ()
@@ -53,6 +54,7 @@ class Snapshot:
     invalid: tuple[Invalid, ...] = ()
     loads: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     fronts: frozenset[str] = frozenset()
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
 
 class ObjectCache:
@@ -90,7 +92,9 @@ class ObjectCache:
             return list(self._objects.get(kind, {}).values())
 
     def snapshot(
-        self, settings: OperatorSettings, now: float, devices: DeviceReports | None = None, loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None
+        self,
+        settings: OperatorSettings, now: float, devices: DeviceReports | None = None, loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None,
+        refusals: Mapping[str, str] | None = None,
     ) -> Snapshot:
         """One reading of everything."""
         invalid: list[Invalid] = []
@@ -117,6 +121,7 @@ class ObjectCache:
             nodes=tuple(nodes),
             invalid=tuple(invalid),
             loads=loads or {},
+            refusals=refusals or {},
             fronts=frozenset("/".join(_key(body)) for body in self.bodies("Service")),
         )
 
@@ -147,7 +152,8 @@ class ObjectCache:
             known is not None and known["metadata"].get("uid") == metadata.get("uid") and _version(known) >= _version(body)
         ):
             return False
-        objects[_key(body)] = body
+        # Who wrote which field is half of an object, and of no use here.
+        objects[_key(body)] = {**body, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
         return True
 
     def _drop(self, body: Body) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from semantide.operators.pod_template import check_template, merged
-from semantide.operators.resources import NPUJob, NPUJobSpec
+from semantide.operators.resources import NPUJob, NPUJobSpec, NPUService
 from semantide.services import local
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JOB_ROOMS, ROOMS, JobRecord, JobSpec
@@ -296,6 +296,37 @@ def test_only_workers_that_make_npujobs_talk_to_the_api_server(render: Render) -
     assert "shop-semantide-jobs" not in of_kind(render(), "Role")
 
 
+REPLICAS = (
+    "--set",
+    "servingReplicas.main.replicas.max=4,servingReplicas.small.npusPerReplica=1,ingressEnabled=true,ingressPaths./v1/recommendations=router",
+)
+KNOWS = ("--api-versions", "semantide.io/v1alpha1/NPUService")
+
+
+def test_replicas_are_npuservices_with_routers_in_front(render: Render) -> None:
+    manifests = render("", *REPLICAS, *KNOWS)
+    services = of_kind(manifests, "NPUService")
+    parsed = {name: NPUService.parse({**each, "metadata": {**each["metadata"], "namespace": "shop"}}).spec for name, each in services.items()}
+    assert parsed["shop-semantide-replicas-main"].replicas.max == 4 and parsed["shop-semantide-replicas-small"].npus_per_replica == 1
+    router = of_kind(manifests, "Deployment")["shop-semantide-router"]["spec"]
+    assert router["template"]["spec"]["containers"][0]["command"] == ["semantide", "route"] and router["replicas"] == 2
+    assert environment(router["template"])["SEMANTIDE_ROUTE_TO"] == ",".join(f"http://{name}:8000" for name in sorted(services))
+    paths = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]["http"]["paths"]
+    assert {path["path"]: path["backend"]["service"]["name"] for path in paths} == {"/": "shop-semantide-api", "/v1/recommendations": "shop-semantide-router"}
+    assert {"shop-semantide-router"} <= set(of_kind(manifests, "PodDisruptionBudget")) & set(of_kind(manifests, "NetworkPolicy"))
+
+
+def test_a_cluster_that_does_not_know_replicas_yet_gets_the_rest(render: Render, lint: ModuleType) -> None:
+    manifests = render("", *REPLICAS)
+    assert not of_kind(manifests, "NPUService") and "shop-semantide-router" in of_kind(manifests, "Deployment")
+    notes = lint.helm("install", "shop", str(lint.CHART), "--dry-run=client", *REPLICAS).stdout.partition("NOTES:")[2]
+    assert "servingReplicas were left out" in notes and "helm upgrade shop" in notes
+
+
+def test_without_replicas_there_is_no_router(render: Render) -> None:
+    assert not [name for manifest in render() if (name := manifest["metadata"]["name"]).endswith("-router")]
+
+
 def test_a_worker_may_have_an_accelerator_of_its_own(render: Render) -> None:
     found = render("", "--set-json", 'workers.training.accelerators={"huawei.com/Ascend310P": "4", "nvidia.com/gpu": null}')
     resources = of_kind(found, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["spec"]["containers"][0]["resources"]
@@ -355,6 +386,9 @@ def test_notes_have_three_commands(lint: ModuleType) -> None:
         (["--set", "serviceMonitorEnabled=true"], ["metricsEnabled is false", "metricsEnabled=true"]),
         (["--set", "autoscaler=keda,apis.all.maxReplicas=3"], ["kedaPrometheusAddress is empty", "http://prometheus"]),
         (["--set", "apis.all.maxReplicas=3,apis.all.minReplicas=4"], ["api-all", "minReplicas is 4", "above maxReplicas 3"]),
+        (["--set", "ingressEnabled=true,ingressPaths./x=router"], ["/x", '"router"', "not in apis (all)"]),
+        (["--set", "servingReplicas.main.replicas.max=2,operatorEnabled=false"], ["operatorEnabled is false", "operatorEnabled=true"]),
+        (["--set", "jobKinds.train.npus=8"], ["/jobKinds/train", "npus"]),
         (["--set", "operatorProfile=gpu"], ["/operatorProfile", "nvidia"]),
         (["--set", "operatorResourceName=Ascend910"], ["/operatorResourceName"]),
     ],

@@ -22,6 +22,7 @@ from semantide.shared.contracts import ROOMS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WATCHING = {"collector", "prometheus", "grafana"}
+SPREAD = {"replica", "router"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rooms(compose: dict[str, Any]) -> dict[str, Any]:
-    return {name: service for name, service in compose["services"].items() if name not in {"redis", *WATCHING}}
+    return {name: service for name, service in compose["services"].items() if name not in {"redis", *WATCHING, *SPREAD}}
 
 
 def test_one_api_and_a_worker_for_every_room(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,14 +46,15 @@ def test_one_api_and_a_worker_for_every_room(rooms: dict[str, Any], monkeypatch:
     assert {name for name in rooms if name != "api"} == {f"{room}-worker" for room in ROOMS}
 
 
-def test_the_command_line_has_the_same_verbs(rooms: dict[str, Any]) -> None:
+def test_the_command_line_has_the_same_verbs(compose: dict[str, Any], rooms: dict[str, Any]) -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert {service["command"][0] for service in rooms.values()} == {"api", "worker"} <= commands
+    assert {compose["services"][name]["command"][0] for name in SPREAD} == {"replica", "route"} <= commands
 
 
 def test_only_loopback_is_published(compose: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
-    assert set(published) == {"api", "prometheus", "grafana"}
+    assert set(published) == {"api", "router", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert compose["networks"]["broker"]["internal"] is True
     assert compose["services"]["redis"]["networks"] == ["broker"]
@@ -110,7 +112,8 @@ def test_compose_itself_understands_it() -> None:
 def test_watching_is_asked_for(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert {name for name, service in services.items() if service.get("profiles") == ["observability"]} == WATCHING
-    assert not {name for name, service in services.items() if "profiles" in service} - WATCHING
+    assert {name for name, service in services.items() if service.get("profiles") == ["replicas"]} == SPREAD
+    assert not {name for name, service in services.items() if "profiles" in service} - WATCHING - SPREAD
     for name in WATCHING:
         for volume in services[name]["volumes"]:
             source = volume.partition(":")[0]

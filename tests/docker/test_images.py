@@ -35,7 +35,15 @@ def left(site: Path) -> set[str]:
 
 def test_only_what_nobody_reads_is_cut_out(tmp_path: Path) -> None:
     kept = {"torch/nn/__init__.py", "torch/bin/torch_shm_manager", "torch/testing/__init__.py", "numpy/core.py", "semantide/tests/own.py", "pyarrow/lib.so.py"}
-    gone = ("torch/test/a.py", "torch/include/c10.h", "torch/bin/test_api", "numpy/linalg/tests/t.py", "pyarrow/include/a.h", "scipy/x/lib.a", "kubernetes/aio/a.py")
+    gone = (
+        "torch/test/a.py",
+        "torch/include/c10.h",
+        "torch/bin/test_api",
+        "numpy/linalg/tests/t.py",
+        "pyarrow/include/a.h",
+        "scipy/x/lib.a",
+        "kubernetes/aio/a.py",
+    )
     made(tmp_path, *kept, *gone)
     assert load("trim").trim(tmp_path) == 10 * len(gone)
     assert left(tmp_path) == kept

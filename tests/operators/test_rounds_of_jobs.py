@@ -10,6 +10,7 @@ import pytest
 
 from semantide.operators.pods import AGAIN, USELESS
 from semantide.operators.resources import CHECKPOINT_ANNOTATION, PROGRESS_ANNOTATION, STEP_SECONDS_ANNOTATION
+from semantide.shared.errors import PermanentError
 
 Worlds = Callable[..., Any]
 
@@ -354,3 +355,24 @@ def test_claimed_devices_are_placed_by_slices_and_claims(world: Worlds) -> None:
     assert lab.phase("larger") == "Pending"
     (template,) = lab.cluster.of("ResourceClaimTemplate")
     assert lab.pods("large")[0]["spec"]["resourceClaims"][0]["resourceClaimTemplateName"] == template["metadata"]["name"]
+
+
+def test_pods_that_the_api_server_refuses_hold_no_room_and_say_why(world: Worlds) -> None:
+    lab = world(["a"])
+
+    def quota(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod" and name.endswith("-1"):
+            raise PermanentError("pods is forbidden: exceeded quota: small, used: 1, limited: 1")
+
+    lab.cluster.fails = quota
+    lab.submit("train", pods=2, npus=4)
+    lab.turn(4, seconds=1)
+    assert "exceeded quota" in lab.status("train")["message"] and not lab.pods("train")
+    lab.submit("other", npus=8)
+    lab.settle()
+    assert lab.phase("other") == "Running"
+    lab.cluster.fails = lambda verb, kind, name: None
+    lab.end("other")
+    lab.turn(6, seconds=20)
+    lab.settle()
+    assert lab.phase("train") == "Running" and lab.status("train")["restarts"] == 0

@@ -11,6 +11,7 @@ ADDRESS, KEY = sys.argv[1], os.environ["SEMANTIDE_API_KEYS"].split(",")[0].strip
 
 
 def call(path, body=None, patience=60.0):
+    """One request; whoever is not ready yet is asked again for a while."""
     deadline = time.monotonic() + patience
     while True:
         request = urllib.request.Request(ADDRESS + path, headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
@@ -31,9 +32,9 @@ def call(path, body=None, patience=60.0):
 call("/readyz")
 live = call("/v1/serving/live")
 if not (live.get("model") or live.get("retriever")):
-    print("ready; no model is live yet, so there is nothing to recommend: train and promote one, then run `helm test` again")
+    sys.stdout.write("ready; no model is live yet, so there is nothing to recommend: train and promote one, then run `helm test` again\n")
     sys.exit()
 answer = call("/v1/recommendations", {"user": "helm-test", "n": 3})
 if not answer["items"]:
     sys.exit(f"{live.get('model')} is live and recommended nothing: {answer.get('short_reason')}")
-print(f"{live.get('model')} recommends", ", ".join(str(item["item"]) for item in answer["items"]))
+sys.stdout.write(f"{live.get('model')} recommends {', '.join(str(item['item']) for item in answer['items'])}\n")

@@ -52,18 +52,44 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "semantide.name" .root }}-worker-{{ .room }}
 {{- end -}}
 
-{{/* All processes that are on, as JSON: {"processes": [{name, component, values, http}]}. */}}
+{{/* Name of the Service behind an entry of ingressPaths: arguments root, path, key. */}}
+{{- define "semantide.backend" -}}
+{{- if and (eq .key "router") .root.Values.servingReplicas -}}
+{{ include "semantide.name" .root }}-router
+{{- else if kindIs "map" (get .root.Values.apis .key) -}}
+{{ include "semantide.apiName" . }}
+{{- else -}}
+{{- fail (printf "ingressPaths: %s leads to the API %q, which is not in apis (%s): add it there, or name one of those" .path .key (keys .root.Values.apis | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of one NPUService: arguments root, key. */}}
+{{- define "semantide.replicasName" -}}
+{{ include "semantide.name" .root }}-replicas-{{ .key }}
+{{- end -}}
+
+{{/* All processes that are on, as JSON: {"processes": [{name, component, command, room, values, http}]}. */}}
 {{- define "semantide.processes" -}}
 {{- $root := . -}}
 {{- $found := list -}}
 {{- range $key, $process := .Values.apis -}}
 {{- if kindIs "map" $process -}}
-{{- $found = append $found (dict "name" (include "semantide.apiName" (dict "root" $root "key" $key)) "component" (printf "api-%s" $key) "room" $key "values" $process "http" true) -}}
+{{- $found = append $found (dict "name" (include "semantide.apiName" (dict "root" $root "key" $key)) "component" (printf "api-%s" $key) "command" (list "semantide" "api" $key) "room" $key "values" $process "http" true) -}}
 {{- end -}}
+{{- end -}}
+{{- $replicas := list -}}
+{{- range $key, $spec := .Values.servingReplicas -}}
+{{- if kindIs "map" $spec -}}
+{{- $replicas = append $replicas (printf "http://%s:8000" (include "semantide.replicasName" (dict "root" $root "key" $key))) -}}
+{{- end -}}
+{{- end -}}
+{{- with $replicas -}}
+{{- $environment := merge (dict "SEMANTIDE_ROUTE_TO" (join "," .)) ($root.Values.router.environment | default dict) -}}
+{{- $found = append $found (dict "name" (printf "%s-router" (include "semantide.name" $root)) "component" "router" "command" (list "semantide" "route") "room" "router" "values" (merge (dict "environment" $environment) $root.Values.router) "http" true) -}}
 {{- end -}}
 {{- range $room, $process := .Values.workers -}}
 {{- if kindIs "map" $process -}}
-{{- $found = append $found (dict "name" (include "semantide.workerName" (dict "root" $root "room" $room)) "component" (printf "worker-%s" $room) "room" $room "values" $process "http" false) -}}
+{{- $found = append $found (dict "name" (include "semantide.workerName" (dict "root" $root "room" $room)) "component" (printf "worker-%s" $room) "command" (list "semantide" "worker" $room) "room" $room "values" $process "http" false) -}}
 {{- end -}}
 {{- end -}}
 {{- dict "processes" $found | toJson -}}
