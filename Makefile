@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := kernels shared services operators
 
-.PHONY: help install native demo test test-all check format types bench up down compose-up compose-down demo-compose image test-compose clean
+.PHONY: help install native demo test test-all test-cluster test-compose check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -40,6 +40,10 @@ test: native  ## The tests (a few minutes)
 
 test-all: native  ## The tests, slow ones too
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not compose'
+
+test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more)
+	$(BIN)/python tests/cluster/binaries.py
+	$(BIN)/python -m pytest -m cluster --timeout 1800 -rs tests/cluster tests/operators
 
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose

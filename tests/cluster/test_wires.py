@@ -1,0 +1,51 @@
+"""What the tests' own small servers say on the wire; needs no cluster."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from urllib.parse import parse_qs, quote
+
+from .cluster_dns import answer, name_of
+from .device_plugin import _part, _parts, _text
+from .node_engine import NODE_LABEL, filtered, labelled
+
+
+def _query(name: str, kind: int = 1) -> bytes:
+    labels = b"".join(bytes([len(part)]) + part.encode() for part in name.split("."))
+    return struct.pack("!HHHHHH", 7, 0x100, 1, 0, 0, 0) + labels + b"\0" + struct.pack("!HH", kind, 1)
+
+
+def test_names_are_answered_with_all_addresses() -> None:
+    question = _query("rank-0.Job.shop.svc.cluster.local")
+    assert name_of(question) == "rank-0.job.shop.svc.cluster.local"
+    said = answer(question, ["172.17.0.5", "172.17.0.6"])
+    number, flags, questions, answers, _, _ = struct.unpack("!HHHHHH", said[:12])
+    assert (number, flags & 0x800F, questions, answers) == (7, 0x8000, 1, 2)
+    assert said[len(question) :].count(socket.inet_aton("172.17.0.5")) == 1
+
+
+def test_an_unknown_name_is_none_and_another_type_is_empty() -> None:
+    assert struct.unpack("!HHHH", answer(_query("nothing.svc.cluster.local"), [])[:8])[1] & 15 == 3
+    said = struct.unpack("!HHHH", answer(_query("there.svc.cluster.local", kind=28), ["172.17.0.5"])[:8])
+    assert said[1] & 15 == 0 and said[3] == 0
+
+
+def test_a_node_creates_with_its_label_and_lists_by_it() -> None:
+    assert json.loads(labelled(b'{"Image": "x", "Labels": null}', "node-a"))["Labels"] == {NODE_LABEL: "node-a"}
+    for given in ({}, {"label": ["a=b"]}, {"label": {"a=b": True}, "status": ["running"]}):
+        query = f"?all=1&filters={quote(json.dumps(given))}" if given else ""
+        head = filtered(f"GET /v1.40/containers/json{query} HTTP/1.1\r\nHost: docker\r\n\r\n".encode(), "node-a").decode()
+        path, version = head.split("\r\n")[0].removeprefix("GET ").rsplit(" ", 1)
+        assert path.startswith("/v1.40/containers/json?") and version == "HTTP/1.1" and head.endswith("\r\nHost: docker\r\n\r\n")
+        labels = json.loads(parse_qs(path.partition("?")[2])["filters"][0])["label"]
+        assert {f"{NODE_LABEL}=node-a", *given.get("label", ())} == set(labels)
+    other = b"GET /v1.40/containers/abc/json HTTP/1.1\r\n\r\n"
+    assert filtered(other, "node-a") == other
+
+
+def test_parts_of_a_message_come_back() -> None:
+    long = "x" * 300
+    assert [one.decode() for one in _parts(_text(1, "3") + _text(1, long))] == ["3", long]
+    assert next(_parts(_part(1, _text(1, "a")))) == _text(1, "a")
