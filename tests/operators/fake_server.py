@@ -36,6 +36,7 @@ class FakeServer:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else {}
                 if query.get("watch") in ("true", "1"):
+                    int(query.get("timeoutSeconds", "0"))  # as the real one, which takes no other number
                     self._watch(split.path, int(query.get("resourceVersion") or 0))
                     return
                 status, answer = server._answer(self.command, split.path, query, body)
