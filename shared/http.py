@@ -230,7 +230,8 @@ def build_app(
 
     @app.get("/readyz", tags=["health"], summary="The broker answers and every room can work")
     def readyz() -> Response:
-        problems, state = [], []
+        problems: list[str] = []
+        state: list[str] = []
         try:
             room.broker.ping()
         except broker_door.RedisError as error:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from semantide.shared.negative_source import IntArray, TrainingEvents
+from semantide.shared.negative_sampling import IntArray
+from semantide.shared.negative_source import TrainingEvents
 
 
 def cut_events(events: TrainingEvents, points: int) -> IntArray:

@@ -64,6 +64,12 @@ class DistantTable:
         time.sleep(self.delays.gradients)
         self.table.update(route, gradients_UD, rate)
 
+    def settle(self) -> None:
+        self.table.settle()
+
+    def gather(self) -> Tensor:
+        return self.table.gather()
+
     def state(self) -> dict[str, Tensor]:
         return self.table.state()
 

@@ -94,7 +94,7 @@ class Form:
         first_ND = initial(options)
         share = LocalTable(rows_of_share(options.rows, grid.shards), options.size, optimiser="adagrad")
         share.weight_ND.copy_(first_ND[grid.shards.rank :: grid.shards.size])
-        self.copy = {
+        self.copy: Any = {
             "flat": lambda: share,
             "exact": lambda: ExactReplicas(share, grid.replicas),
             "periodic": lambda: PeriodicReplicas(share, grid.replicas, options.every),
@@ -105,7 +105,7 @@ class Form:
         """The vectors of the step's unique ids, before its update."""
         route = self.table.route(ids)
         vectors = self.table.fetch(route)
-        self.table.update(route, gradients(*vectors.shape, rank, number), RATE)
+        self.table.update(route, gradients(len(vectors), vectors.shape[1], rank, number), RATE)
         return vectors
 
     def seconds(self) -> dict[str, float]:

@@ -160,10 +160,10 @@ def jagged_rows(options: Any, measures: dict[str, dict[str, Any]], wrong: list[s
         tables = [x.detach().requires_grad_() for x in inputs(lengths, bias=True)[0][3:]]
         functions: dict[str, Callable[[], Tensor]] = {
             "softmax": lambda leaves=leaves, offsets=offsets: jagged_fusion_attention(*leaves, offsets, activation="softmax"),
-            "silu": lambda leaves=leaves, offsets=offsets: jagged_fusion_attention(*leaves, offsets),
-            "silu_bias": lambda leaves=leaves, offsets=offsets, times=times, tables=tables: jagged_fusion_attention(*leaves, offsets, times, *tables),
+            "silu": lambda leaves=leaves, offsets=offsets: jagged_fusion_attention(*leaves, offsets),  # type: ignore[call-arg]
+            "silu_bias": lambda leaves=leaves, offsets=offsets, times=times, tables=tables: jagged_fusion_attention(*leaves, offsets, times, *tables),  # type: ignore[call-arg]
             "by_sequence": lambda leaves=leaves, lengths=lengths: by_sequence(leaves, lengths),
-            "by_length": lambda leaves=leaves, offsets=offsets: jagged_attention_by_length(*leaves, offsets),
+            "by_length": lambda leaves=leaves, offsets=offsets: jagged_attention_by_length(*leaves, offsets),  # type: ignore[call-arg]
         }
         rare: dict[str, Callable[[], Tensor]] = {} if options.quick else {"padded": lambda leaves=leaves, lengths=lengths: padded(leaves, lengths)}
         torch_forms = ["by_sequence", "by_length", *rare]

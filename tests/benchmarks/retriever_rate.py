@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 from stopwatch import arguments_parser, finish  # type: ignore[import-not-found]
 from torch import Tensor
 
-from semantide.services.training.batches import HistoryBatch, Sampler
+from semantide.services.training.batches import Epoch, HistoryBatch, Sampler
 from semantide.services.training.objective import TableRows
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
@@ -123,29 +124,46 @@ def differs(dataset: Dataset, scope: str) -> list[str]:
     ]
 
 
+class Few(Sampler):
+    """Some batches of an epoch at a time, each run's after the last one's."""
+
+    at = 0
+
+    def take(self, batches: int) -> None:
+        self._batches = batches
+
+    def epoch(self, number: int) -> Epoch:
+        whole = super().epoch(0)
+        places = [(self.at + one) % len(whole) for one in range(self._batches)]
+        self.at += self._batches
+        return replace(whole, batches=tuple(whole.batches[place] for place in places))
+
+
 class Ours:
-    """Trains through the trainer's own step."""
+    """The trainer itself, an epoch of few batches at a time."""
 
     def __init__(self, dataset: Dataset, layer: str, scope: str, folder: Path) -> None:
-        config = config_of(layer, scope)
-        objective = objective_of(dataset, config)
-        self._epoch = Sampler(dataset.train_histories(), config, 0).epoch(0)
-        self._trainer = Trainer(config, objective, Sampler(dataset.train_histories(), config, 0), None, Listener(time.monotonic), folder, seed=0)
-        objective.model.train()
-        self._at = 0
+        self._config = replace(config_of(layer, scope), epochs=1, log_every=1)
+        self._objective = objective_of(dataset, self._config)
+        self._sampler = Few(dataset.train_histories(), self._config, 0)
+        self._folder, self._runs = folder, 0
 
     def rate(self, batches: int) -> float:
-        """Targets a second over some batches."""
-        targets = 0
-        begin = time.perf_counter()
-        for step in range(batches + WARM):
-            if step == WARM:
-                begin, targets = time.perf_counter(), 0
-            batch = self._epoch.batch(self._at % len(self._epoch))
-            self._trainer._train_on(batch, 0.5)
-            targets += len(batch.items.values)
-            self._at += 1
-        return targets / (time.perf_counter() - begin)
+        """Targets a second over some batches, from the end of one step to that of another."""
+        ends: list[tuple[float, float]] = []
+
+        def metric(step: int, values: dict[str, float]) -> None:
+            if "tokens_per_second" in values:
+                now = time.perf_counter()
+                ends.append((now, values["tokens_per_second"]))
+
+        self._sampler.take(WARM + batches)
+        self._runs += 1
+        listener = Listener(time.perf_counter, metric=metric)
+        Trainer(self._config, self._objective, self._sampler, None, listener, self._folder / str(self._runs), seed=0, checkpoint_seconds=1e9).run()
+        counted = ends[WARM - 1 :]
+        targets = sum(rate * (now - before) for (before, _), (now, rate) in pairwise(counted))
+        return targets / (counted[-1][0] - counted[0][0])
 
 
 class Peer:

@@ -99,7 +99,7 @@ def rank_main(rank: int, size: int, port: int, folder: str, data: str, steps: in
     together: list[float] = []
     for index in range(1, WARM + steps):
         if index == WARM:
-            shares.model = times.fit(world, shares.model)
+            shares.change(times.fit(world, CostModel(0.0)), index)
         share = shares[index]
         assert share.counts_K is not None
         for turn in range(size):
@@ -144,7 +144,7 @@ def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        torch.multiprocessing.spawn(rank_main, (2, port, folder, str(options.data), steps, 16), nprocs=2)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(rank_main, (2, port, folder, str(options.data), steps, 16), nprocs=2)  # type: ignore[no-untyped-call, attr-defined]
         found = json.loads((Path(folder) / "found.json").read_text())
     wrong = [f"gradients differ from one process's by {found['differ']:.2e} of the largest"] if found["differ"] > 1e-4 else []
     measures = {

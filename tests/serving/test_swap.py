@@ -121,11 +121,12 @@ def test_swaps_under_a_thousand_concurrent_requests_without_an_error(server, wor
             swaps += 1
         return await requests
 
-    replies = asyncio.run(both())
+    replies: list[Reply] = []
+    while len({reply.body.get("model") for reply in replies}) < 2:  # a busy machine may answer a thousand between two swaps
+        replies += asyncio.run(both())
     assert {reply.status for reply in replies} == {200}, [reply for reply in replies if reply.status != 200][:3]
     for reply in replies:
         assert [hit["item"] for hit in reply.body["items"]] == reference[reply.body["model"]][reply.number % 20]
-    assert len({reply.body["model"] for reply in replies}) > 1
 
 
 def test_the_old_bundle_goes_with_its_last_request(world):

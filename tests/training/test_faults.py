@@ -34,7 +34,7 @@ class Ranks:
         return [int(status) for status in self._process.stdout.readline().split()]
 
     def close(self) -> None:
-        self._process.communicate(timeout=120)
+        self._process.communicate()
         self._errors.close()
 
 
@@ -159,19 +159,22 @@ def test_101_samples_on_one_rank_and_57_on_the_other_train_as_on_one(ranks: Rank
     for epoch in (0, 1):
         consumed = [[sample for number, _, samples, _ in rank if number == epoch for sample in samples] for rank in steps]
         assert sorted(map(len, consumed)) == [57, 101]
-        assert sorted(sum(consumed, [])) == list(range(158))
+        assert sorted(sample for samples in consumed for sample in samples) == list(range(158))
     one = result(tmp_path / "1")
     for rank in range(2):
         other = result(tmp_path / "2", rank)
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-9) and other["total"] == pytest.approx(one["total"], rel=1e-9)
 
 
-@pytest.mark.parametrize("ranks_each", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_each", [1, 2])
 def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path: Path, ranks_each: int) -> None:
     """Two agents of torchrun, as on two hosts; one is killed with all that it started, and another one takes its place."""
     folder = tmp_path / "together"
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+    # An agent that stays would otherwise not tell one that comes later where the ranks meet.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     port = free_port()
 
     def agent(leads: bool, argument: str) -> subprocess.Popen[bytes]:
@@ -185,13 +188,13 @@ def test_a_lost_host_starts_the_ranks_of_all_hosts_again(ranks: Ranks, tmp_path:
 
     hosts = [agent(True, ""), agent(False, "host:5")]
     try:
-        assert hosts[1].wait(200) == -9
+        assert hosts[1].wait() == -9
         hosts.append(agent(False, ""))
-        assert [host.wait(200) for host in (hosts[0], hosts[2])] == [0, 0]
+        assert [host.wait() for host in (hosts[0], hosts[2])] == [0, 0]
     finally:
         for host in hosts:
             host.terminate()
-            host.wait(60)
+            host.wait()
     assert run(ranks, tmp_path / "alone", 0, 1) == [0]
     one = result(tmp_path / "alone")
     for rank in range(2 * ranks_each):
