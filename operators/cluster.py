@@ -48,6 +48,8 @@ KINDS = {
     "NPUService": Kind(API_VERSION, "npuservices"),
     "PodGroup": Kind("", "podgroups"),  # Volcano's or Kubernetes' own, as the manifest says
     "ResourceClaimTemplate": Kind("resource.k8s.io/v1", "resourceclaimtemplates"),
+    "ResourceClaim": Kind("resource.k8s.io/v1", "resourceclaims"),
+    "ResourceSlice": Kind("resource.k8s.io/v1", "resourceslices", namespaced=False),
 }
 
 
@@ -130,7 +132,12 @@ class KubernetesApi:
     def annotate(self, kind: str, namespace: str, name: str, annotations: Mapping[str, str | None], uid: str = "") -> Body:
         """Write some annotations of an object (None removes one), of this ``uid`` alone where one is given."""
         metadata = {"annotations": dict(annotations), **({"uid": uid} if uid else {})}
-        return self._call("PATCH", f"{self._path(kind, namespace)}/{name}", {"metadata": metadata}, "application/merge-patch+json")
+        try:
+            return self._call("PATCH", f"{self._path(kind, namespace)}/{name}", {"metadata": metadata}, "application/merge-patch+json")
+        except PermanentError as error:
+            if uid and "metadata.uid" in str(error):
+                raise Conflict(str(error)) from error  # a patch that would change the uid is called invalid
+            raise
 
     def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None) -> None:
         """Ask for an object's deletion, of this ``uid`` alone where one is given."""

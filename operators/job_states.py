@@ -13,28 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from json import JSONDecodeError, loads
-from statistics import median_low
-from typing import Any, Literal
+from typing import Literal
 
 from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event
 from semantide.operators.conditions import since, with_conditions
+from semantide.operators.faults import cause_of, fault_of
 from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, ranks_per_pod
+from semantide.operators.job_reports import heard, slowness
 from semantide.operators.node import Node
-from semantide.operators.pods import AGAIN, USELESS, Pod, seconds_of, time_of
+from semantide.operators.pods import USELESS, Pod, seconds_of, time_of
 from semantide.operators.rank_table import TOLD_ANNOTATION, rank_table_manifest
 from semantide.operators.resources import (
-    CHECKPOINT_ANNOTATION,
-    IMBALANCE_ANNOTATION,
-    PROGRESS_ANNOTATION,
-    STEP_SECONDS_ANNOTATION,
     JobPhase,
     NodeUntil,
     NPUJob,
     NPUJobStatus,
     PodPlacement,
-    Progress,
-    SlowNode,
 )
 from semantide.operators.settings import OperatorSettings
 
@@ -53,13 +47,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Look:
-    """What one round knows of a job's surroundings."""
+    """What one round knows of a job's surroundings. ``refusal`` is what the API server said when it would not write something for it."""
 
     job: NPUJob
     pods: Sequence[Pod]
     nodes: Mapping[str, Node]
     now: float
     settings: OperatorSettings
+    refusal: str = ""
 
     @property
     def gang(self) -> dict[str, Pod]:
@@ -78,7 +73,7 @@ class Look:
 def advance(look: Look) -> Step:
     """One look at a job."""
     job, now = look.job, look.now
-    status = _heard(job, job.status).model_copy(update={"observed_generation": job.metadata.generation})
+    status = heard(job, job.status).model_copy(update={"observed_generation": job.metadata.generation})
     if job.deleting:
         return Step(status, ends(look, look.pods))
     if job.ended:
@@ -143,7 +138,8 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
     creates = tuple(Create(manifest) for manifest in manifests)
     # One attempt's finished pods are kept for their logs.
     old = [pod for pod in look.pods if pod.attempt < status.attempt - 1]
-    return Step(status, (*step.actions, *creates, *ends(look, old), _event(job, "Placed", message)))
+    told = message if attempt == 1 else f"{message}, gang {attempt}"
+    return Step(status, (*step.actions, *creates, *ends(look, old), _event(job, "Placed", told)))
 
 
 def refused(look: Look, step: Step, reason: str) -> Step:
@@ -188,9 +184,9 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
             return _end(
                 look, status, "Failed", "WorkIsWrong", f"rank {pod.rank} says that trying again changes nothing: {pod.cause or f'exit status {USELESS}'}"
             )
-    faults = [fault for place in status.placement if (fault := _fault(look, status, place))]
+    faults = [fault for place in status.placement if (fault := fault_of(status, place, gang, look.nodes))]
     if faults:
-        return _lost(look, status, _first(faults), counts=any(fault.counts for fault in faults))
+        return _lost(look, status, cause_of(faults), counts=any(fault.counts for fault in faults))
     missing = {place.pod for place in status.placement} - set(gang) - {status.placement[rank].pod for rank in status.finished_ranks}
     up = not missing and all(pod.phase in ("Running", "Succeeded") for pod in gang.values())
     actions = ends(look, [pod for pod in look.pods if pod.attempt < status.attempt and not pod.finished])
@@ -202,9 +198,9 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         )
         message = _running(status)
         status = _concluded(look, status, "Running", "Running", message)
-        actions = (*actions, _event(job, "Running", message))
+        actions = (*actions, _event(job, "Running", message if status.attempt == 1 else f"{message}, gang {status.attempt}"))
     else:
-        status = _concluded(look, _slowness(look, status), "Running", "Running", _running(status))
+        status = _concluded(look, slowness(job, status, look.settings.slow_ratio, now), "Running", "Running", _running(status))
     return Step(status, (*actions, *_tell_ranks(look, status)))
 
 
@@ -212,6 +208,9 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     """Not all pods run yet: create what is missing, and give up a place that turns out to be none."""
     job, now, settings = look.job, look.now, look.settings
     own = job.spec.scheduler == "own"
+    if look.refusal:
+        # A quota, a policy of admission, a missing right: what was made so far must not hold its room.
+        return _lost(look, status, f"the API server refuses its pods: {look.refusal}", counts=False)
     refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
     if own:
         late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
@@ -234,42 +233,6 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates, *_tell_ranks(look, status)))
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """What happened to one pod. ``first`` orders faults by what is most likely a cause and not a consequence, then by time."""
-
-    first: tuple[int, float]
-    message: str
-    counts: bool = True
-
-
-def _fault(look: Look, status: NPUJobStatus, place: PodPlacement) -> _Fault | None:
-    pod = look.gang.get(place.pod)
-    rank = int(place.pod.rsplit("-", 1)[1])
-    if rank in status.finished_ranks:
-        return None
-    node = look.nodes.get(place.node)
-    if place.node and (node is None or node.gone):
-        return _Fault((0, 0.0), f"node {place.node} of rank {rank} is {'gone' if node is None else 'lost: ' + (node.unusable or 'it does not answer')}")
-    if pod is None:
-        return _Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if status.phase == "Running" else None
-    if node is not None and pod.key in node.lost_holders:
-        return _Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed")
-    if pod.deleting:
-        return _Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False)
-    if pod.phase == "Failed":
-        if pod.exit_status == AGAIN:
-            return _Fault((5, pod.ended or 0.0), f"rank {rank} asks to be started again", counts=False)
-        how = f"exit status {pod.exit_status}" if pod.exit_status is not None else "it did not end by itself"
-        how = f"{how} (out of memory)" if pod.cause == "OOMKilled" else f"{how}: {pod.cause}" if pod.cause and pod.cause != "Error" else how
-        return _Fault((2, pod.ended or 0.0), f"rank {rank} on node {place.node or '?'} failed, {how}")
-    return None
-
-
-def _first(faults: Sequence[_Fault]) -> str:
-    return min(faults, key=lambda fault: fault.first).message
-
-
 def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step:
     """A gang that cannot go on: all of it ends, and starts again after a pause."""
     job, settings, now = look.job, look.settings, look.now
@@ -286,6 +249,8 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
             f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
         )
     pause = min(policy.backoff_seconds * 2 ** max(recent - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
+    if look.refusal:
+        pause = max(pause, settings.unschedulable_seconds)
     status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})
     message = f"{cause}; all ranks start again from the last checkpoint" + (f" ({recent} of {policy.limit})" if counts else "")
     status = _concluded(look, status, "Restarting", "Lost", message)
@@ -330,40 +295,6 @@ def ends(look: Look, pods: Sequence[Pod], grace_seconds: int | None = None) -> t
         elif not pod.deleting:
             result.append(DeletePod(pod.namespace, pod.name, pod.uid, grace_seconds))
     return tuple(result)
-
-
-def _heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
-    """What the job says of itself in its annotations; what cannot be read is passed over."""
-    said = job.metadata.annotations
-    update: dict[str, Any] = {}
-    if checkpoint := said.get(CHECKPOINT_ANNOTATION):
-        update["checkpoint"] = checkpoint
-    try:
-        if PROGRESS_ANNOTATION in said:
-            update["progress"] = Progress.model_validate(loads(said[PROGRESS_ANNOTATION]))
-        if IMBALANCE_ANNOTATION in said and status.phase == "Running":
-            update["imbalance"] = max(0.0, float(said[IMBALANCE_ANNOTATION]))
-    except ValueError:
-        pass
-    return status.model_copy(update=update)
-
-
-def _slowness(look: Look, status: NPUJobStatus) -> NPUJobStatus:
-    """Which nodes of the gang are slower than the others."""
-    try:
-        said = loads(look.job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
-        seconds = {int(pod): float(value) for pod, value in said.items()}
-    except (JSONDecodeError, ValueError, AttributeError, TypeError):
-        return status
-    by_node: dict[str, float] = {}
-    for place, pod in enumerate(status.placement):
-        if seconds.get(place, 0.0) > 0 and pod.node:
-            by_node[pod.node] = max(by_node.get(pod.node, 0.0), seconds[place])
-    if len(by_node) < 2:
-        return status
-    usual = median_low(by_node.values())
-    slow = tuple(SlowNode(node=node, ratio=round(value / usual, 2)) for node, value in sorted(by_node.items()) if value / usual >= look.settings.slow_ratio)
-    return status if slow == status.slow else status.model_copy(update={"slow": slow, "slow_time": time_of(look.now) if slow else None})
 
 
 def _finished(look: Look, status: NPUJobStatus) -> NPUJobStatus:

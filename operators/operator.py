@@ -35,7 +35,7 @@ from semantide.shared.errors import PermanentError, SemantideError
 _GATHER_SECONDS = 0.05  # events come in swarms: a round for each would do the same again
 _AGAIN_SECONDS = 2.0
 _SILENT_SECONDS = 120.0
-_WATCH_SECONDS = 300.0
+_WATCH_SECONDS = 300  # a real server takes whole seconds only
 _log = logging.getLogger("semantide.operator")
 
 

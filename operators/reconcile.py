@@ -56,13 +56,20 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
     for pod in snapshot.pods:
         owned[pod.owner].append(pod)
     fleet = Fleet(nodes.values())
-    looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings) for job in snapshot.jobs}
+    looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
     steps = {key: advance(look) for key, look in looks.items()}
     for key, step in steps.items():
         _reserve(fleet, looks[key].job, step.status.placement, looks[key].pods, settings)
     service_looks = {
         service.key: ServiceLook(
-            service, owned[service.metadata.uid], nodes, snapshot.now, settings, snapshot.loads.get(service.key, ()), service.key in snapshot.fronts
+            service,
+            owned[service.metadata.uid],
+            nodes,
+            snapshot.now,
+            settings,
+            snapshot.loads.get(service.key, ()),
+            service.key in snapshot.fronts,
+            snapshot.refusals.get(_label(service), ""),
         )
         for service in snapshot.services
     }

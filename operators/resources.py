@@ -51,14 +51,24 @@ ServicePhase = Literal["Pending", "Rolling", "Running", "Degraded", "Suspended",
 ENDED_PHASES: tuple[JobPhase, ...] = ("Succeeded", "Failed")
 
 
+def _lean(value: Any) -> Any:
+    """Without empty texts, and whole numbers without a fraction."""
+    if isinstance(value, dict):
+        return {key: _lean(inner) for key, inner in value.items() if inner != ""}
+    if isinstance(value, list):
+        return [_lean(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Part(BaseModel):
     """Base of everything inside a resource: frozen, camelCase outside, snake_case inside, unknown fields left out."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
     def to_body(self) -> dict[str, Any]:
-        """As the API server keeps it; fields without a value are left out."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        """As the API server keeps it; fields without a value or text are left out, for some builds of the server take an empty text for none at all."""
+        found: dict[str, Any] = _lean(self.model_dump(mode="json", by_alias=True, exclude_none=True))
+        return found
 
 
 class Owner(Part):

@@ -80,9 +80,12 @@ def pods_that_fit(free: int, capacity: int, ring: int, count: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def worth(free: int, capacity: int, ring: int) -> int:
-    """What a node's free NPUs are good for: NPUs that pods of 1, of 2, of 4, ... could use, added up. Broken rings are worth less."""
-    total, count = 0, 1
-    while count <= capacity:
+    """What a node's free NPUs are good for: NPUs that pods of 4, of 8, of 16, ... could use, added up.
+
+    Smaller pods find room in what those leave; counting them too would fill a gap to an even number rather than the smallest gap.
+    """
+    total, count = 0, min(4, capacity)
+    while 0 < count <= capacity:
         total += count * pods_that_fit(free, capacity, ring, count)
         count *= 2
     return total

@@ -13,15 +13,15 @@ from threading import Lock
 
 from semantide.operators.actions import Action
 from semantide.operators.balancing import ReplicaLoad
-from semantide.operators.cluster import Api, Body, carry_out
+from semantide.operators.cluster import Api, carry_out
 from semantide.operators.device_health import CONFIG_MAP_PREFIX
 from semantide.operators.meters import Meters
 from semantide.operators.pods import time_of
 from semantide.operators.reconcile import Round, reconcile_all
 from semantide.operators.resources import JOB_KIND, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_KIND
 from semantide.operators.settings import OperatorSettings
-from semantide.operators.snapshot import WATCHED, ObjectCache, Snapshot
-from semantide.shared.errors import Conflict, NotFound, SemantideError
+from semantide.operators.snapshot import WATCHED, DeviceReports, ObjectCache, Snapshot
+from semantide.shared.errors import Conflict, NotFound, PermanentError, SemantideError
 
 _log = logging.getLogger("semantide.operator")
 
@@ -42,9 +42,10 @@ class Rounds:
         self.api, self.settings, self.cache = api, settings, ObjectCache()
         self._clock, self._leads = clock, leads
         self._meters = meters or Meters()
-        self._device_infos: list[Body] = []
+        self._devices = DeviceReports()
         self._listed = self._asked_devices = float("-inf")
         self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
+        self._refusals: dict[str, str] = {}
         self.last: Snapshot | None = None
         self._turn = Lock()
         self._writers = ThreadPoolExecutor(writers, "writer") if writers > 1 else None
@@ -67,8 +68,10 @@ class Rounds:
                 return None
             now = self._clock()
             self._refresh(now)
-            snapshot = self.cache.snapshot(self.settings, now, self._device_infos, self._loads)
+            snapshot = self.cache.snapshot(self.settings, now, self._devices, self._loads, dict(self._refusals))
             self.last = snapshot
+            there = {f"{resource.kind} {resource.key}" for resource in (*snapshot.jobs, *snapshot.services)}
+            self._refusals = {resource: said for resource, said in self._refusals.items() if resource in there}
             decided = reconcile_all(snapshot, self.settings)
             self._meters.saw(snapshot, decided)
             spread = map if self._writers is None else self._writers.map
@@ -83,14 +86,23 @@ class Rounds:
                 self.cache.settle(kind, self.api.list(kind, "" if kind == "Node" else settings.namespace))
             self.cache.settle("Service", self.api.list("Service", settings.namespace, f"{MANAGED_BY_LABEL}={MANAGED_BY}"))
             self._listed = now
-        if settings.device_info_namespace and now - self._asked_devices >= settings.device_info_seconds:
+        if now - self._asked_devices >= settings.device_info_seconds:
+            self._asked_devices = now
             try:
-                found = self.api.list("ConfigMap", settings.device_info_namespace).items
-                self._device_infos = [body for body in found if body["metadata"]["name"].startswith(CONFIG_MAP_PREFIX)]
+                self._devices = self._reports()
             except SemantideError as error:
                 # What was last known of the devices is better than nothing.
-                _log.warning("the devices' health cannot be read: %s", error)
-            self._asked_devices = now
+                _log.warning("what is said of devices cannot be read: %s", error)
+
+    def _reports(self) -> DeviceReports:
+        settings = self.settings
+        config_maps = self.api.list("ConfigMap", settings.device_info_namespace).items if settings.device_info_namespace else []
+        claimed = settings.dynamic_resources
+        return DeviceReports(
+            tuple(body for body in config_maps if body["metadata"]["name"].startswith(CONFIG_MAP_PREFIX)),
+            tuple(self.api.list("ResourceSlice").items if claimed else ()),
+            tuple(self.api.list("ResourceClaim", settings.namespace).items if claimed else ()),
+        )
 
     def _carry_out(self, resource: str, actions: tuple[Action, ...]) -> bool:
         """One resource's actions; whether they failed."""
@@ -100,11 +112,16 @@ class Rounds:
                 if not self._leads():
                     return True
                 carry_out((action,), self.api, self.cache.put, lambda: time_of(self._clock()))
+            self._refusals.pop(resource, None)
             return False
         except (Conflict, NotFound) as error:
             # Somebody has written since, or it is gone: the next round begins with what is there now.
             _log.info("%s changed meanwhile: %s", resource, error)
             self._reread(kind, *key.split("/", 1))
+            return True
+        except PermanentError as error:
+            _log.error("%s is refused: %s", resource, error)
+            self._refusals[resource] = str(error)
             return True
         except SemantideError as error:
             _log.warning("%s is tried again: %s", resource, error)

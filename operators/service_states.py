@@ -24,7 +24,8 @@ from semantide.operators.settings import OperatorSettings
 
 @dataclass(frozen=True)
 class ServiceLook:
-    """What one round knows of a service's surroundings. ``loads`` are of the replicas that answered; ``fronted``: its Service is there."""
+    """What one round knows of a service's surroundings. ``loads`` are of the replicas that answered; ``fronted``: its Service is there;
+    ``refusal`` is what the API server said when it would not write something for it."""
 
     service: NPUService
     pods: Sequence[Pod]
@@ -33,6 +34,7 @@ class ServiceLook:
     settings: OperatorSettings
     loads: Sequence[ReplicaLoad] = ()
     fronted: bool = True
+    refusal: str = ""
 
     def lost(self, pod: Pod) -> bool:
         """Whether the pod's node cannot answer any more."""
@@ -212,6 +214,8 @@ def _summary(look: ServiceLook, new: Sequence[Pod], old: Sequence[Pod], ready: i
     waits = next((f"{pod.name} waits for {pod.waits_for}" for pod in (*new, *old) if pod.waits_for and not pod.ready), "")
     if waits:
         message += f"; {waits}"
+    if look.refusal:
+        message += f"; the API server refuses: {look.refusal}"
     if not ready and wished:
         return "Pending", "NotReady", message
     outdated = sum(pod.name != service.status.moving for pod in old)

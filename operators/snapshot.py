@@ -6,7 +6,7 @@ one is kept, what was deleted does not come back, and a full listing now and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeVar
@@ -33,8 +33,18 @@ class Invalid:
 
 
 @dataclass(frozen=True)
+class DeviceReports:
+    """What others say of devices: their health by the device plugin, and what is there and claimed under dynamic resource allocation."""
+
+    config_maps: tuple[Body, ...] = ()
+    slices: tuple[Body, ...] = ()
+    claims: tuple[Body, ...] = ()
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` names the Services that are there."""
+    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` names the Services that are there;
+    ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round."""
 
     now: float
     jobs: tuple[NPUJob, ...] = ()
@@ -44,6 +54,7 @@ class Snapshot:
     invalid: tuple[Invalid, ...] = ()
     loads: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     fronts: frozenset[str] = frozenset()
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
 
 class ObjectCache:
@@ -81,7 +92,9 @@ class ObjectCache:
             return list(self._objects.get(kind, {}).values())
 
     def snapshot(
-        self, settings: OperatorSettings, now: float, device_infos: Iterable[Body] = (), loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None
+        self,
+        settings: OperatorSettings, now: float, devices: DeviceReports | None = None, loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None,
+        refusals: Mapping[str, str] | None = None,
     ) -> Snapshot:
         """One reading of everything."""
         invalid: list[Invalid] = []
@@ -89,8 +102,16 @@ class ObjectCache:
         services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
         pods = self.bodies("Pod")
         asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
+        reports = devices or DeviceReports()
         nodes = read_nodes(
-            self.bodies("Node"), pods, device_infos, now=now, resource_names=(DEVICE_NAMES | asked) - {""}, gone_seconds=settings.node_grace_seconds
+            self.bodies("Node"),
+            pods,
+            reports.config_maps,
+            now=now,
+            resource_names=(DEVICE_NAMES | asked) - {""},
+            slices=reports.slices,
+            claims=reports.claims,
+            gone_seconds=settings.node_grace_seconds,
         )
         return Snapshot(
             now=now,
@@ -100,6 +121,7 @@ class ObjectCache:
             nodes=tuple(nodes),
             invalid=tuple(invalid),
             loads=loads or {},
+            refusals=refusals or {},
             fronts=frozenset("/".join(_key(body)) for body in self.bodies("Service")),
         )
 
@@ -130,7 +152,8 @@ class ObjectCache:
             known is not None and known["metadata"].get("uid") == metadata.get("uid") and _version(known) >= _version(body)
         ):
             return False
-        objects[_key(body)] = body
+        # Who wrote which field is half of an object, and of no use here.
+        objects[_key(body)] = {**body, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
         return True
 
     def _drop(self, body: Body) -> None:

@@ -32,7 +32,7 @@ from semantide.operators.node import Node
 from semantide.operators.placement import Placement
 from semantide.operators.request import Request, Shape
 from semantide.operators.resources import PodPlacement
-from semantide.operators.waiting_line import Decision, Policy, Running, Waiting, decide, in_order
+from semantide.operators.waiting_line import Decision, Policy, Running, Waiting, decide
 
 RESOURCE = "huawei.com/Ascend910"
 LOOK_SECONDS, START_SECONDS, SAVE_SECONDS = 10.0, 60.0, 30.0

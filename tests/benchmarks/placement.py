@@ -51,6 +51,20 @@ class Books:
     nodes: dict[str, Node]
     holders: dict[tuple[str, int], str] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
+    changed: set[str] = field(default_factory=set)
+
+    def fleet(self) -> Fleet:
+        """What the operator sees."""
+        for name in self.changed:
+            held = {npu: holder for npu in range(8) if (holder := self.holders.get((name, npu))) is not None}
+            self.nodes[name] = replace(self.nodes[name], held=held)
+        self.changed.clear()
+        return Fleet(self.nodes.values())
+
+    def change(self, name: str, healthy: int, unusable: str) -> None:
+        """A node fares differently."""
+        if (healthy, unusable) != (self.nodes[name].healthy, self.nodes[name].unusable):
+            self.nodes[name] = replace(self.nodes[name], healthy=healthy, unusable=unusable)
 
     def start(self, request: Request, pods: tuple[PodPlacement, ...]) -> None:
         """Check a start against everything that may not happen."""
@@ -66,12 +80,14 @@ class Books:
                 if (pod.node, npu) in self.holders:
                     self.faults["double placements"] += 1
                 self.holders[pod.node, npu] = request.key
+            self.changed.add(pod.node)
 
     def end(self, pods: tuple[PodPlacement, ...]) -> None:
         """Give back what a gang held."""
         for pod in pods:
             for npu in pod.npus:
                 del self.holders[pod.node, npu]
+            self.changed.add(pod.node)
 
 
 def safety(ticks: int, count: int, seed: int) -> tuple[Counter[str], dict[str, float]]:
@@ -81,15 +97,17 @@ def safety(ticks: int, count: int, seed: int) -> tuple[Counter[str], dict[str, f
     line: dict[str, Waiting] = {}
     running: dict[str, Running] = {}
     left: dict[str, int] = {}
-    looks, longest, restarts, busy = [], 0, 0, 0
+    looks: list[float] = []
+    longest = restarts = busy = submitted = 0
     tick, names = 0, list(books.nodes)
     mean_npus = sum(size * weight for size, weight in zip(SIZES, WEIGHTS, strict=True)) / sum(WEIGHTS)
-    arrivals = 0.9 * count * 8 / mean_npus / 90  # a job needs 90 ticks in the mean
+    arrivals = 0.75 * count * 8 / mean_npus / 90  # a job needs 90 ticks in the mean
     while tick < ticks or line or running:
         now = tick * TICK_SECONDS
         if tick < ticks:
             for _ in range(int(arrivals) + (rng.random() < arrivals % 1)):
-                key, npus = f"t/j{tick:05}-{len(left):05}-{rng.randrange(1000):03}", rng.choices(SIZES, WEIGHTS)[0]
+                submitted += 1
+                key, npus = f"t/j{submitted:06}", rng.choices(SIZES, WEIGHTS)[0]
                 each = min(npus, 8)
                 pods = tuple(f"{key[2:]}-{rank}" for rank in range(npus // each))
                 least = max(1, len(pods) // 2) if rng.random() < 0.2 else 0
@@ -97,10 +115,10 @@ def safety(ticks: int, count: int, seed: int) -> tuple[Counter[str], dict[str, f
                 line[key] = Waiting(request, rng.choice((0, 0, 0, 0, 1, 5)), now, restartable=rng.random() < 0.8)
                 left[key] = max(1, int(rng.expovariate(1 / 90)))
             name = rng.choice(names)
-            node = books.nodes[name]
-            books.nodes[name] = replace(node, healthy=~(1 << rng.randrange(8)) if rng.random() < 0.5 else -1, unusable=rng.choice(("", "", "", "cordoned")))
-        else:
-            books.nodes = {name: replace(node, healthy=-1, unusable="") for name, node in books.nodes.items()}
+            books.change(name, ~(1 << rng.randrange(8)) if rng.random() < 0.1 else -1, "cordoned" if rng.random() < 0.05 else "")
+        elif tick == ticks:
+            for name in names:
+                books.change(name, -1, "")
         lost = rng.choice(list(running)) if running and rng.random() < 0.2 else ""  # a pod of it is killed
         for key, gang in list(running.items()):
             sick = key == lost or (not gang.leaving and any(not books.nodes[pod.node].healthy >> npu & 1 for pod in gang.pods for npu in pod.npus))
@@ -108,17 +126,15 @@ def safety(ticks: int, count: int, seed: int) -> tuple[Counter[str], dict[str, f
                 waited = gang.waited + gang.started - gang.since
                 line[key] = Waiting(gang.request, gang.priority, now, waited, after=now + 60 if sick else 0.0, restartable=gang.restartable)
                 restarts += 1
-            elif (left.__setitem__(key, left[key] - 1) or left[key]) <= 0:  # type: ignore[func-returns-value]
-                del left[key]
             else:
-                continue
+                left[key] -= 1
+                if left[key] > 0:
+                    continue
+                del left[key]
             books.end(gang.pods)
             del running[key]
-        held: dict[str, dict[int, str]] = {}
-        for (name, npu), holder in books.holders.items():
-            held.setdefault(name, {})[npu] = holder
+        fleet = books.fleet()
         began = time.perf_counter()
-        fleet = Fleet(replace(node, held=held.get(name, {})) for name, node in books.nodes.items())
         decision = decide(line.values(), list(running.values()), fleet, now, policy)
         looks.append(time.perf_counter() - began)
         for found in decision.starts:
@@ -142,7 +158,7 @@ def safety(ticks: int, count: int, seed: int) -> tuple[Counter[str], dict[str, f
         if tick > ticks + 20_000:
             books.faults["starved jobs"] += len(line)
             break
-    figures = {"restarts": restarts, "longest_wait_ticks": longest, "look_median": statistics.median(looks), "look_longest": max(looks)}
+    figures = {"jobs": submitted, "restarts": restarts, "longest_wait_ticks": longest, "look_median": statistics.median(looks), "look_longest": max(looks)}
     return books.faults, figures | {"busy": 100 * busy / (ticks * count * 8)}
 
 
@@ -229,6 +245,7 @@ def main() -> int:
     }
     measures["npus_busy_during_ticks"] = {"value": figures["busy"], "unit": "%", "better": "higher", "runs": options.ticks}
     measures["longest_wait"] = {"value": figures["longest_wait_ticks"], "unit": "ticks", "better": "lower", "runs": options.ticks}
+    measures["jobs"] = {"value": figures["jobs"], "unit": "", "better": "higher", "runs": options.ticks}
     measures["restarts"] = {"value": figures["restarts"], "unit": "", "better": "lower", "runs": options.ticks}
     measures["look_median"] = {"value": 1000 * figures["look_median"], "unit": "ms", "better": "lower", "runs": options.ticks}
     measures["look_longest"] = {"value": 1000 * figures["look_longest"], "unit": "ms", "better": "lower", "runs": options.ticks}

@@ -121,6 +121,7 @@ def test_no_secret_and_no_wildcard(render: Render) -> None:
     found = rights(render, *options)
     assert not [right for right in found if "secrets" in right or "*" in right]
     assert ("ClusterRole", "podgroups", "create") in found and ("ClusterRole", "resourceclaimtemplates", "create") in found
+    assert ("ClusterRole", "resourceslices", "list") in found
     assert ("Role", "configmaps", "list") in found
 
 

@@ -39,8 +39,7 @@ def test_more_free_npus_never_carry_fewer_pods(node: tuple[int, int, int], count
     fewer = free & data.draw(st.integers(0, (1 << capacity) - 1))
     assert pods_that_fit(fewer, capacity, ring, count) <= pods_that_fit(free, capacity, ring, count)
     assert largest_run(fewer, capacity, ring) <= largest_run(free, capacity, ring)
-    if fewer != free:
-        assert worth(fewer, capacity, ring) < worth(free, capacity, ring)
+    assert worth(fewer, capacity, ring) <= worth(free, capacity, ring)
 
 
 @given(st.sampled_from([(8, 4), (8, 8), (16, 8), (16, 0)]), st.data())

@@ -10,6 +10,7 @@ import pytest
 
 from semantide.operators.pods import AGAIN, USELESS
 from semantide.operators.resources import CHECKPOINT_ANNOTATION, PROGRESS_ANNOTATION, STEP_SECONDS_ANNOTATION
+from semantide.shared.errors import PermanentError
 
 Worlds = Callable[..., Any]
 
@@ -338,3 +339,40 @@ def test_rounds_without_news_write_nothing(world: Worlds) -> None:
     for _ in range(5):
         lab.turn(1, seconds=7)
     assert lab.cluster.version == before
+
+
+def test_claimed_devices_are_placed_by_slices_and_claims(world: Worlds) -> None:
+    lab = world(["a", "b"], npus=0, dynamic_resources=True, device_info_seconds=1.0)
+    for node, count in (("a", 4), ("b", 8)):
+        devices = [{"name": f"npu-{npu}", "attributes": {"index": {"int": npu}}} for npu in range(count)]
+        spec = {"nodeName": node, "driver": "npu.huawei.com", "pool": {"name": node}, "devices": devices}
+        lab.cluster.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": node}, "spec": spec})
+    lab.submit("large", npus=8)
+    lab.submit("larger", npus=8)
+    lab.operator.turn()
+    lab.operator.turn()
+    assert [place["node"] for place in lab.status("large")["placement"]] == ["b"]
+    assert lab.phase("larger") == "Pending"
+    (template,) = lab.cluster.of("ResourceClaimTemplate")
+    assert lab.pods("large")[0]["spec"]["resourceClaims"][0]["resourceClaimTemplateName"] == template["metadata"]["name"]
+
+
+def test_pods_that_the_api_server_refuses_hold_no_room_and_say_why(world: Worlds) -> None:
+    lab = world(["a"])
+
+    def quota(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod" and name.endswith("-1"):
+            raise PermanentError("pods is forbidden: exceeded quota: small, used: 1, limited: 1")
+
+    lab.cluster.fails = quota
+    lab.submit("train", pods=2, npus=4)
+    lab.turn(4, seconds=1)
+    assert "exceeded quota" in lab.status("train")["message"] and not lab.pods("train")
+    lab.submit("other", npus=8)
+    lab.settle()
+    assert lab.phase("other") == "Running"
+    lab.cluster.fails = lambda verb, kind, name: None
+    lab.end("other")
+    lab.turn(6, seconds=20)
+    lab.settle()
+    assert lab.phase("train") == "Running" and lab.status("train")["restarts"] == 0

@@ -1,0 +1,50 @@
+"""What has happened to the pods of a gang that makes it start again, and which of several mishaps was the cause of the others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from semantide.operators.node import Node
+from semantide.operators.pods import AGAIN, Pod
+from semantide.operators.resources import NPUJobStatus, PodPlacement
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happened to one pod. ``first`` orders faults by what is most likely a cause and not a consequence, then by time."""
+
+    first: tuple[int, float]
+    message: str
+    counts: bool = True
+
+
+def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod], nodes: Mapping[str, Node]) -> Fault | None:
+    """What happened to the pod of this place; None where it is well, has ended well, or is still to come."""
+    pod = gang.get(place.pod)
+    rank = int(place.pod.rsplit("-", 1)[1])
+    if rank in status.finished_ranks:
+        return None
+    node = nodes.get(place.node)
+    if place.node and (node is None or node.gone):
+        return Fault((0, 0.0), f"node {place.node} of rank {rank} is {'gone' if node is None else 'lost: ' + (node.unusable or 'it does not answer')}")
+    if pod is None:
+        return Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if status.phase == "Running" else None
+    if node is not None and pod.key in node.lost_holders:
+        return Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed")
+    if pod.deleting:
+        return Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False)
+    if pod.phase == "Failed":
+        if pod.exit_status == AGAIN:
+            return Fault((5, pod.ended or 0.0), f"rank {rank} asks to be started again", counts=False)
+        how = f"exit status {pod.exit_status}" if pod.exit_status is not None else "it did not end by itself"
+        how = f"{how} (out of memory)" if pod.cause == "OOMKilled" else f"{how}: {pod.cause}" if pod.cause and pod.cause != "Error" else how
+        return Fault((2, pod.ended or 0.0), f"rank {rank} on node {place.node or '?'} failed, {how}")
+    return None
+
+
+def cause_of(faults: Sequence[Fault]) -> str:
+    """The mishap that most likely came first."""
+    return min(faults, key=lambda fault: fault.first).message
+
+

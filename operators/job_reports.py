@@ -1,0 +1,55 @@
+"""What a job says of itself in the annotations of its NPUJob: how far it is, its checkpoint, and how long its pods' steps take. Pure; nonsense is passed over."""
+
+from __future__ import annotations
+
+from json import JSONDecodeError, loads
+from statistics import median_low
+from typing import Any
+
+from semantide.operators.pods import time_of
+from semantide.operators.resources import (
+    CHECKPOINT_ANNOTATION,
+    IMBALANCE_ANNOTATION,
+    PROGRESS_ANNOTATION,
+    STEP_SECONDS_ANNOTATION,
+    NPUJob,
+    NPUJobStatus,
+    Progress,
+    SlowNode,
+)
+
+
+def heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
+    """What the job says of itself in its annotations; what cannot be read is passed over."""
+    said = job.metadata.annotations
+    update: dict[str, Any] = {}
+    if checkpoint := said.get(CHECKPOINT_ANNOTATION):
+        update["checkpoint"] = checkpoint
+    try:
+        if PROGRESS_ANNOTATION in said:
+            update["progress"] = Progress.model_validate(loads(said[PROGRESS_ANNOTATION]))
+        if IMBALANCE_ANNOTATION in said and status.phase == "Running":
+            update["imbalance"] = max(0.0, float(said[IMBALANCE_ANNOTATION]))
+    except ValueError:
+        pass
+    return status.model_copy(update=update)
+
+
+def slowness(job: NPUJob, status: NPUJobStatus, slow_ratio: float, now: float) -> NPUJobStatus:
+    """Which nodes of the gang are slower than the others."""
+    try:
+        said = loads(job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
+        seconds = {int(pod): float(value) for pod, value in said.items()}
+    except (JSONDecodeError, ValueError, AttributeError, TypeError):
+        return status
+    by_node: dict[str, float] = {}
+    for place, pod in enumerate(status.placement):
+        if seconds.get(place, 0.0) > 0 and pod.node:
+            by_node[pod.node] = max(by_node.get(pod.node, 0.0), seconds[place])
+    if len(by_node) < 2:
+        return status
+    usual = median_low(by_node.values())
+    slow = tuple(SlowNode(node=node, ratio=round(value / usual, 2)) for node, value in sorted(by_node.items()) if value / usual >= slow_ratio)
+    return status if slow == status.slow else status.model_copy(update={"slow": slow, "slow_time": time_of(now) if slow else None})
+
+
