@@ -61,8 +61,8 @@ class Plain:
 
 
 @contextmanager
-def routing(addresses: list[str], patience_seconds: float = 30.0) -> Iterator[tuple[httpx.Client, Router]]:
-    router = Router([f"http://{address}" for address in addresses], patience_seconds, time.monotonic)
+def routing(addresses: list[str], patience_seconds: float = 30.0, answer_seconds: float = 600.0) -> Iterator[tuple[httpx.Client, Router]]:
+    router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, time.monotonic)
     port = free_port()
     server = http.Server(http.Gate(router, [KEY], 1_000_000), "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -209,6 +209,22 @@ def test_a_client_that_leaves_frees_its_replica() -> None:
         leave.set()
 
 
+def test_a_replica_that_hangs_is_passed_over_and_heads_have_no_body() -> None:
+    hang = threading.Event()
+
+    def hanging(*_: Any) -> tuple[int, Any]:
+        hang.wait(60)
+        return 200, "late"
+
+    with Plain(hanging) as stuck, Plain(lambda *_: (200, "here")) as free, routing([stuck.address, free.address], answer_seconds=1.0) as (client, _):
+        answers = [client.post("/v1/recommendations", json={"user": str(user)}).json() for user in range(6)]
+        hang.set()
+        assert set(answers) == {"here"} and stuck.asked
+    with Plain(lambda *_: (200, "body")) as free, routing([free.address]) as (client, _):
+        answer = client.head("/v1/serving/live")
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_keys_and_limits_hold_at_the_router() -> None:
     with Plain(lambda *_: (200, {})) as a, routing([a.address]) as (client, _):
         url = str(client.base_url).rstrip("/")
@@ -220,6 +236,6 @@ def test_keys_and_limits_hold_at_the_router() -> None:
 def test_wrong_names_are_refused() -> None:
     for wrong in ("ftp://host", "http://host/path", "http://"):
         with pytest.raises(ValueError, match="route_to"):
-            Router([wrong], 1.0, time.monotonic)
+            Router([wrong], 1.0, 1.0, time.monotonic)
     with pytest.raises(ValueError, match="SEMANTIDE_ROUTE_TO"):
-        Router([], 1.0, time.monotonic)
+        Router([], 1.0, 1.0, time.monotonic)
