@@ -120,7 +120,7 @@ def test_one_user_is_one_replicas_and_load_spreads() -> None:
 @pytest.mark.parametrize("status", [503, 429])
 def test_what_one_replica_cannot_do_another_does(status: int) -> None:
     with Plain(lambda *_: (status, {})) as full, Plain(lambda *_: (200, {})) as free, routing([full.address, free.address]) as (client, _):
-        assert {client.post("/v1/recommendations", json={"user": str(user)}).status_code for user in range(10)} == {200}
+        assert {client.post("/v1/recommendations", json={"user": str(user)}).status_code for user in range(24)} == {200}
         assert full.asked > 0
         assert {client.get("/v1/serving/live").status_code for _ in range(6)} == {200}
 
@@ -180,7 +180,7 @@ def cutting() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_half_an_answer_is_none_and_what_changes_something_is_sent_once() -> None:
     with cutting() as (address, seen), Plain(lambda *_: (200, "whole")) as whole, routing([address, whole.address]) as (client, router):
-        for user in range(12):
+        for user in range(24):
             assert client.post("/v1/recommendations", json={"user": str(user)}).json() == "whole"
         assert seen, "nobody was the cutting replica's"
         for replica in router.replicas:
@@ -217,9 +217,11 @@ def test_a_replica_that_hangs_is_passed_over_and_heads_have_no_body() -> None:
         return 200, "late"
 
     with Plain(hanging) as stuck, Plain(lambda *_: (200, "here")) as free, routing([stuck.address, free.address], answer_seconds=1.0) as (client, _):
-        answers = [client.post("/v1/recommendations", json={"user": str(user)}).json() for user in range(6)]
+        user = 0
+        while not stuck.asked:  # which users are whose depends on the ports
+            assert client.post("/v1/recommendations", json={"user": str(user)}).json() == "here"
+            user += 1
         hang.set()
-        assert set(answers) == {"here"} and stuck.asked
     with Plain(lambda *_: (200, "body")) as free, routing([free.address]) as (client, _):
         answer = client.head("/v1/serving/live")
         assert (answer.status_code, answer.content) == (200, b"")
