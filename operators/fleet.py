@@ -45,12 +45,13 @@ class Fleet:
         self._millicores = [node.free_millicores for node in self.nodes]
         self._memory = [node.free_memory_bytes for node in self.nodes]
         self._pods = [node.free_pods for node in self.nodes]
+        self.slow = {number: node.slow for number, node in enumerate(self.nodes) if node.slow > 1.0}
         self._candidates: dict[Shape, Candidates] = {}
 
     def copy(self) -> Self:
         """The same nodes, to try something out on."""
         other = object.__new__(type(self))
-        other.nodes, other.numbers, other._candidates = self.nodes, self.numbers, self._candidates
+        other.nodes, other.numbers, other.slow, other._candidates = self.nodes, self.numbers, self.slow, self._candidates
         other.free, other._millicores, other._memory, other._pods = self.free[:], self._millicores[:], self._memory[:], self._pods[:]
         return other
 
@@ -91,11 +92,12 @@ class Fleet:
                         found[number] = pods
             else:
                 found.update(dict.fromkeys(numbers, 1 << 30))
-        for number, pods in list(found.items()):
-            if (least := self._by_other_means(number, shape, pods)) < pods:
-                found[number] = least
-                if least < 1:
-                    del found[number]
+        scarce = shape.millicores or shape.memory_bytes
+        limits = self._pods
+        for number in [number for number, pods in found.items() if scarce or limits[number] < pods]:
+            found[number] = self._by_other_means(number, shape, found[number])
+            if found[number] < 1:
+                del found[number]
         return found
 
     def _pods_when_empty(self, number: int, shape: Shape) -> int:

@@ -56,8 +56,9 @@ def fits(request: Request, fleet: Fleet) -> bool:
 
 def _without_slow(request: Request, fleet: Fleet, room: dict[int, int], count: int) -> tuple[dict[int, int], int]:
     """Leave slow nodes out where the gang fits without them, or runs faster smaller than at their speed."""
-    slowness = {number: fleet.nodes[number].slow for number in room if fleet.nodes[number].slow >= SLOW}
-    slowness |= {number: max(slowness.get(number, 1.0), SLOW) for number in room if fleet.nodes[number].name in request.avoid}
+    slowness = {number: slow for number, slow in fleet.slow.items() if slow >= SLOW and number in room}
+    avoided = (fleet.numbers[name] for name in request.avoid if name in fleet.numbers)
+    slowness |= {number: max(slowness.get(number, 1.0), SLOW) for number in avoided if number in room}
     if not slowness:
         return room, count
     for worst in sorted({1.0, *slowness.values()}):
@@ -120,7 +121,20 @@ def _fill(request: Request, fleet: Fleet, room: dict[int, int], count: int) -> d
 
 def _least_loss(request: Request, fleet: Fleet, numbers: Iterable[int], pods: int) -> int:
     """The node that so many pods spoil least; fewest free NPUs and then the first name among equals."""
-    return min(numbers, key=lambda number: (fleet.loss(number, request.shape, pods), fleet.free[number].bit_count(), number))
+    if not request.shape.npus:
+        return min(numbers, key=lambda number: (fleet.loss(number, request.shape, pods), number))
+    known: dict[tuple[int, int, int], tuple[int, int]] = {}
+    best: tuple[tuple[int, int], int] | None = None
+    for number in numbers:
+        node, free = fleet.nodes[number], fleet.free[number]
+        alike = (free, node.capacity, node.ring_size)
+        cost = known.get(alike)
+        if cost is None:
+            cost = known[alike] = (fleet.loss(number, request.shape, pods), free.bit_count())
+        if best is None or (cost, number) < best:
+            best = (cost, number)
+    assert best is not None, "there is a node with room"
+    return best[1]
 
 
 def _spread(request: Request, fleet: Fleet, room: dict[int, int], count: int) -> dict[int, int]:

@@ -45,7 +45,7 @@ def reconcile(
     return reconcile_all(snapshot, settings or OperatorSettings()).actions.get(_label(resource), ())
 
 
-def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy | None = None) -> Round:
+def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     """What to do about everything."""
     slow = slow_nodes(snapshot.jobs, snapshot.now)
     nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
@@ -76,7 +76,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
         for service in snapshot.services
     }
     service_steps = _serve(service_looks, fleet)
-    decision = _line(looks, steps, fleet, snapshot.now, policy or Policy())
+    decision = _line(looks, steps, fleet, snapshot.now, _policy(settings))
     actions = {_label(look.job): _actions(look.job, steps[key].status, steps[key].actions) for key, look in looks.items()}
     actions |= {_label(look.service): _actions(look.service, service_steps[key].status, service_steps[key].actions) for key, look in service_looks.items()}
     for invalid in snapshot.invalid:
@@ -134,6 +134,10 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> Servi
     return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
 
 
+def _policy(settings: OperatorSettings) -> Policy:
+    return Policy(settings.ageing_seconds, settings.patience_seconds, settings.drain_seconds, regrow_seconds=settings.steady_seconds)
+
+
 def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: float, policy: Policy) -> Decision:
     """Let the line move, and change the steps of those that start, make room or go on waiting."""
     waiting: list[Waiting] = []
@@ -169,7 +173,7 @@ def _waiting(look: Look, step: Step) -> Waiting:
     avoid = frozenset(entry.node for entry in status.avoid)
     request = Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
-    return Waiting(request, job.spec.priority, since, status.waited_seconds)
+    return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0)
 
 
 def _running(look: Look, step: Step) -> Running | None:

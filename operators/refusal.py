@@ -46,15 +46,11 @@ class Survey:
         if not self.nodes:
             return ["the cluster has no node"]
         if not self.able:
-            facts = [self.missing_label or f"none of {_count(self.nodes, 'node')} may carry it"]
             if shape.npus and not self.most:
-                return [
-                    *facts,
-                    f"no node offers {shape.resource_name} ({'there is ' + ', '.join(self.offered) if self.offered else 'is the device plugin running?'})",
-                ]
+                return [f"no node offers {shape.resource_name} ({'there is ' + ', '.join(self.offered) if self.offered else 'is the device plugin running?'})"]
             if shape.npus > self.most:
-                facts.append(f"no node has more than {self.most:,}, so ask for at most {self.most:,} a pod and for more pods")
-            return facts
+                return [f"no node has more than {self.most:,}, so ask for at most {self.most:,} a pod and for more pods"]
+            return [self.missing_label or f"none of the {_count(self.nodes, 'node')} may carry it"]
         where = f"on the {_count(self.able, 'node')} that may carry {'it' if len(request.pods) == 1 else 'them'}"
         if not self.ever(request):
             sick = f" ({_count(self.unhealthy, 'NPU')} there {'is' if self.unhealthy == 1 else 'are'} unhealthy)" if self.unhealthy else ""
