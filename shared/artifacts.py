@@ -15,14 +15,14 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from semantide.shared.errors import Corrupt, NotFound
+from semantide.shared.errors import Corrupt, NotFound, SemantideError, StoreUnavailable
 from semantide.shared.version import code_version
 
 _CHUNK_BYTES = 1 << 20
@@ -67,7 +67,8 @@ class ArtifactStore:
     """Puts folders in and hands folders out; the same files give the same reference."""
 
     def __init__(self, root: str, cache: Path | None = None) -> None:
-        self.fs, self.root = fsspec.core.url_to_fs(root)
+        # Other processes store and remove artifacts too: a listing that is kept would not know of it.
+        self.fs, self.root = fsspec.core.url_to_fs(root, use_listings_cache=False)
         self._local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
         self._cache = cache or Path(tempfile.gettempdir()) / f"semantide-artifacts-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
@@ -108,10 +109,28 @@ class ArtifactStore:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         else:
-            for name in files:
-                self.fs.put_file(str(folder / name), f"{target}/{name}")
-            self.fs.pipe_file(f"{target}/manifest.json", text.encode())
+            with self._reaching():
+                for name in files:
+                    self.fs.put_file(str(folder / name), f"{target}/{name}")
+                self.fs.pipe_file(f"{target}/manifest.json", text.encode())
         return ref
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Turn what the client of an object store raises into ours; what it found or did not find stays what it is.
+
+        Raises: StoreUnavailable.
+        """
+        try:
+            yield
+        except (SemantideError, ValueError, FileNotFoundError):
+            raise
+        except Exception as error:
+            if self._local:
+                raise
+            raise StoreUnavailable(
+                f"the artifact store {self.root} cannot be used ({type(error).__name__}: {error}): start it, or correct SEMANTIDE_ARTIFACTS_URL and its credentials"
+            ) from error
 
     def _files_of(self, refs: Iterable[str]) -> dict[str, Path]:
         """Files of some local artifacts by their digest; what is not an artifact here has none."""
@@ -120,7 +139,8 @@ class ArtifactStore:
     def exists(self, ref: str) -> bool:
         """Whether the artifact is complete in the store."""
         # Anything else, such as a way out of the store, names no artifact.
-        return _REFERENCE.fullmatch(ref) is not None and bool(self.fs.exists(f"{self.root}/{ref}/manifest.json"))
+        with self._reaching():
+            return _REFERENCE.fullmatch(ref) is not None and bool(self.fs.exists(f"{self.root}/{ref}/manifest.json"))
 
     def manifest(self, ref: str) -> dict[str, Any]:
         """The manifest: files, code version, config, inputs, seed.
@@ -129,7 +149,8 @@ class ArtifactStore:
         """
         if not self.exists(ref):
             raise NotFound(f"artifact {ref} is not in {self.root}: list what is there with `semantide artifacts`, or run the job that makes it again")
-        manifest: dict[str, Any] = json.loads(self.fs.cat_file(f"{self.root}/{ref}/manifest.json"))
+        with self._reaching():
+            manifest: dict[str, Any] = json.loads(self.fs.cat_file(f"{self.root}/{ref}/manifest.json"))
         return manifest
 
     def get(self, ref: str, *, verify: bool = True) -> Path:
@@ -155,8 +176,9 @@ class ArtifactStore:
         """Take an artifact away that can be made again; one that is not there is no matter. The manifest goes first: without one it does not exist."""
         if not self.exists(ref):
             return
-        self.fs.rm(f"{self.root}/{ref}/manifest.json")
-        self.fs.rm(f"{self.root}/{ref}", recursive=True)
+        with self._reaching():
+            self.fs.rm(f"{self.root}/{ref}/manifest.json")
+            self.fs.rm(f"{self.root}/{ref}", recursive=True)
         if not self._local:
             shutil.rmtree(self._cache / ref, ignore_errors=True)
 
@@ -166,9 +188,10 @@ class ArtifactStore:
             remove_abandoned(self._cache)
             temporary = self._cache / f".incoming-{uuid.uuid4().hex}"
             try:
-                for name in [*manifest["files"], "manifest.json"]:
-                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                    self.fs.get_file(f"{self.root}/{ref}/{name}", str(temporary / name))
+                with self._reaching():
+                    for name in [*manifest["files"], "manifest.json"]:
+                        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                        self.fs.get_file(f"{self.root}/{ref}/{name}", str(temporary / name))
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 with suppress(OSError):  # another process was faster
                     os.rename(temporary, folder)
@@ -179,4 +202,5 @@ class ArtifactStore:
     def list(self, kind: str | None = None) -> list[str]:
         """References of all complete artifacts, of one kind or of all."""
         pattern = f"{self.root}/{kind or '*'}/sha256-*/manifest.json"
-        return sorted("/".join(str(path).rsplit("/", 3)[1:3]) for path in self.fs.glob(pattern))
+        with self._reaching():
+            return sorted("/".join(str(path).rsplit("/", 3)[1:3]) for path in self.fs.glob(pattern))

@@ -192,7 +192,11 @@ class ClusterRunner:
         Raises: ClusterUnavailable.
         """
         # NPUJobs first, records after: what pods have recorded before they ended is then seen.
-        found = self._npujobs.of_room(self._room.name)
+        try:
+            found = self._npujobs.of_room(self._room.name)
+        except ClusterUnavailable as error:
+            self._tell_waiting(error)
+            raise
         records = [record for record in self._jobs.open_jobs(self._room.name) if record.state not in ENDED]
         for record in records:
             own = found_of(record, found)
@@ -202,6 +206,11 @@ class ClusterRunner:
         for left in found.values():
             self._annotated.pop(left.name, None)
             self._tend_left_over(left)
+
+    def _tell_waiting(self, error: ClusterUnavailable) -> None:
+        for record in self._jobs.open_jobs(self._room.name):
+            if record.state == "queued":
+                self._jobs.write_open(record.id, stage=f"waits for the cluster: {error}")
 
     def _tend(self, record: JobRecord, found: Found | None) -> None:
         step = next_step(record, found)

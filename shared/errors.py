@@ -4,6 +4,7 @@
     |-- TransientError          try again: the cause may pass (broker away, disk full, lock held)
     |   |-- BrokerUnavailable   Redis cannot be reached
     |   |-- RankLost            another process of the same job ended or does not answer
+    |   |-- StoreUnavailable    the object store cannot be reached, or refuses us
     |   `-- ClusterUnavailable  Kubernetes cannot be reached, or does not let us do what we need
     |-- PermanentError          trying again changes nothing; the message is parked with its cause
     |   |-- NotFound            no such artifact, job, user or model
@@ -31,6 +32,10 @@ class BrokerUnavailable(TransientError):
 
 class RankLost(TransientError):
     """Another process of the same job ended or does not answer: all of them start again from the last checkpoint."""
+
+
+class StoreUnavailable(TransientError):
+    """The object store cannot be reached, or refuses us."""
 
 
 class ClusterUnavailable(TransientError):

@@ -25,7 +25,7 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
-from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, TransientError
+from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, StoreUnavailable, TransientError
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, current_trace, logger
 
@@ -318,8 +318,9 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
         # No fault of the job's: it goes on from its folder when the broker is back.
         log.warning("the broker is away, the job will be started again", job=job_id, error=str(cause))
         return AGAIN
-    except RankLost as cause:
-        log.warning("a rank was lost, the job will be started again", job=job_id, error=str(cause))
+    except (RankLost, StoreUnavailable) as cause:
+        # Counted as a crash: it may be so again and again.
+        log.warning("the job will be started again", job=job_id, error=str(cause))
         return 1
     except Exception as cause:
         log.exception("job failed", job=job_id)

@@ -1,9 +1,9 @@
 """Which replica answers a request: the user's own, as long as it has no more than its share of the work under way. Pure.
 
 A user's requests go to one replica, where the prompt of the last visit is kept. Every replica has a number for every user (rendezvous hashing; Thaler and
-Ravishankar, 1998), and the highest one wins, so a replica that comes or goes moves only its own users. A replica may hold ``slack`` times the mean of the work
-under way at most (bounded loads; Mirrokni, Thorup and Zadimoghaddam, SODA 2018): what goes beyond it is the next one's, in the user's order. Who has no user
-goes where least work is. Work is counted, not requests: a wide search or a long history takes as long as many small ones.
+Ravishankar, 1998), and the highest one wins, so a replica that comes or goes moves only its own users. A replica that is busy may hold ``slack`` times the mean
+of the requests and of the work under way at most (bounded loads; Mirrokni, Thorup and Zadimoghaddam, SODA 2018): what goes beyond it is the next one's, in the
+user's order. Who has no user goes where least work is. Work counts beside requests because a wide search or a long history takes as long as many small ones.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ class Replicas:
         if asked.user is None:
             return min(takers, key=lambda replica: (replica.work, replica.requests, replica.address))
         most = self._slack * (sum(replica.work for replica in takers) + asked.work) / len(takers)
+        most_requests = self._slack * (sum(replica.requests for replica in takers) + 1) / len(takers)
         user = _digest(asked.user)
         own = sorted(takers, key=lambda replica: _mixed(user ^ replica.own), reverse=True)
+        fitting = (replica for replica in own if not replica.requests or (replica.work + asked.work <= most and replica.requests + 1 <= most_requests))
         # An idle replica takes anything: a request that is larger than everybody's share must go somewhere.
-        fitting = (replica for replica in own if not replica.requests or replica.work + asked.work <= most)
         return next(fitting, None) or min(own, key=lambda replica: replica.work)

@@ -92,7 +92,7 @@ def start_runner(room: Any, tmp_path: Path) -> Iterator[Callable[[], JobRunner]]
         runner.stop()
 
 
-def wait_for(jobs: Jobs, job_id: str, condition: Callable[[JobRecord], bool], seconds: float = 40) -> JobRecord:
+def wait_for(jobs: Jobs, job_id: str, condition: Callable[[JobRecord], bool], seconds: float = 240) -> JobRecord:
     deadline = time.monotonic() + seconds
     while not condition(record := jobs.get(job_id)):
         assert time.monotonic() < deadline, f"it did not happen in time: {record}"
