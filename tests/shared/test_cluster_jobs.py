@@ -105,6 +105,7 @@ def test_what_is_left_over_goes_in_its_time() -> None:
     assert step_after_end(ended, Found("train-1", phase="Failed"), 1_061_000, 3600) is None
     assert step_after_end(ended, Found("train-1", phase="Failed"), 5_000_000, 3600) == Delete("train-1")
     assert step_after_end(ended, Found("train-1", phase="Failed", ours=False), 5_000_000, 3600) is None
+    assert step_after_end(record(state="cancelled", finished=1_000_000), Found("train-1", phase="Pending"), 1_000_000, 3600) == Delete("train-1")
     assert step_after_end(record(resumes=1), Found("train-1", phase="Failed"), 0, 3600) == Delete("train-1")
     assert (name_of(record()), name_of(record(resumes=2))) == ("train-1", "train-1-r2")
 
