@@ -59,7 +59,9 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
     looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
     steps = {key: advance(look) for key, look in looks.items()}
     for key, step in steps.items():
-        _reserve(fleet, looks[key].job, step.status.placement, looks[key].pods, settings)
+        if step.status.phase in ("Placing", "Running"):  # what has ended only remembers its places
+            places = [place for rank, place in enumerate(step.status.placement) if rank not in step.status.finished_ranks]
+            _reserve(fleet, looks[key].job, places, looks[key].pods, settings)
     service_looks = {
         service.key: ServiceLook(
             service,
