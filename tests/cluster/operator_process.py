@@ -18,7 +18,14 @@ class OperatorProcess:
         folder.mkdir(parents=True, exist_ok=True)
         (self.port,) = free_ports(1)
         # As the chart says it where no Ascend device plugin is.
-        own = {"port": str(self.port), "lease_seconds": "2", "round_seconds": "0.5", "node_grace_seconds": "2", "backoff_limit_seconds": "2", "device_info_namespace": ""} | settings
+        own = {
+            "port": str(self.port),
+            "lease_seconds": "2",
+            "round_seconds": "0.5",
+            "node_grace_seconds": "2",
+            "backoff_limit_seconds": "2",
+            "device_info_namespace": "",
+        } | settings
         path = os.pathsep.join(path for path in sys.path if path)
         self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": path}
         self._environment |= {f"SEMANTIDE_OPERATOR_{name.upper()}": value for name, value in own.items()}
