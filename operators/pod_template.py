@@ -26,6 +26,14 @@ _CONTAINER = (
     "imagePullPolicy", "lifecycle", "workingDir",
 )  # fmt: skip
 TEMPLATE_FIELDS = frozenset((*_METADATA, *_POD, *_CONTAINER))
+# The custom resource leaves templates open, so the API server lets any form through.
+_MAPS = frozenset((
+    "labels", "annotations", "nodeSelector", "affinity", "securityContext", "dnsConfig", "resources", "containerSecurityContext", "readinessProbe",
+    "livenessProbe", "startupProbe", "lifecycle",
+))  # fmt: skip
+_LISTS_OF_MAPS = frozenset((
+    "tolerations", "imagePullSecrets", "volumes", "initContainers", "hostAliases", "env", "envFrom", "volumeMounts", "ports",
+))  # fmt: skip
 # Lists whose entries have a name of their own: a later entry of the same name replaces the earlier one.
 _NAMED = {"env": "name", "volumes": "name", "volumeMounts": "mountPath", "imagePullSecrets": "name", "initContainers": "name", "ports": "containerPort"}
 
@@ -76,19 +84,34 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dict[str, Any]:
-    """A resource's template over the operator's, whose volumes and Secrets are those of its own namespace."""
+    """A resource's template over the operator's, whose volumes and Secrets are those of its own namespace.
+
+    Raises: ValueError for an unknown field, and for one that is not of its form.
+    """
+    for template in (settings.pod_template, settings.pod_extras, owner.spec.template):
+        check_template(template)
     below = merged(settings.pod_template, settings.pod_extras) if owner.namespace == settings.own_namespace else {}
     return merged(below, owner.spec.template)
 
 
 def check_template(template: Mapping[str, Any]) -> None:
-    """Refuse what would be passed over in silence.
+    """Refuse what would be passed over in silence, and what nothing can be made of.
 
     Raises: ValueError.
     """
     unknown = sorted(set(template) - TEMPLATE_FIELDS)
     if unknown:
         raise ValueError(f"template has the field {unknown[0]!r}, which pods do not get: take one of {', '.join(sorted(TEMPLATE_FIELDS))}")
+    for name, value in template.items():
+        if value is None:
+            continue
+        if name in _MAPS and not isinstance(value, Mapping):
+            raise ValueError(f"template.{name} is {value!r}: it must be a map, as in a pod's spec")
+        if name in _LISTS_OF_MAPS and not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
+            raise ValueError(f"template.{name} is {value!r}: it must be a list of maps, as in a pod's spec")
+    for side in ("requests", "limits"):
+        if not isinstance((template.get("resources") or {}).get(side) or {}, Mapping):
+            raise ValueError(f"template.resources.{side} is {template['resources'][side]!r}: it must be a map of quantities")
 
 
 def owned(owner: NPUJob | NPUService, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -98,11 +121,7 @@ def owned(owner: NPUJob | NPUService, name: str, labels: Mapping[str, str]) -> d
 
 
 def pod_manifest(owner: NPUJob | NPUService, template: Mapping[str, Any], own: Container) -> dict[str, Any]:
-    """The pod to create.
-
-    Raises: ValueError for a template with an unknown field.
-    """
-    check_template(template)
+    """The pod to create, from a template that was checked."""
     metadata = owned(owner, own.name, {**(template.get("labels") or {}), **own.labels})
     metadata["annotations"] = {**(template.get("annotations") or {}), **own.annotations}
     spec: dict[str, Any] = {key: deepcopy(template[key]) for key in _POD if key in template}

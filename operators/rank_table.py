@@ -34,7 +34,7 @@ def rank_table(pods: Sequence[Pod], ranks_per_pod: int) -> dict[str, Any]:
     servers: list[dict[str, Any]] = []
     for pod in pods:
         configuration = _configuration(pod)
-        devices = configuration.get("devices") or [{"device_id": str(npu)} for npu in pod.npus]
+        devices = _devices(configuration) or [{"device_id": str(npu)} for npu in pod.npus]
         first = pod.rank * ranks_per_pod
         servers.append(
             {
@@ -42,7 +42,7 @@ def rank_table(pods: Sequence[Pod], ranks_per_pod: int) -> dict[str, Any]:
                 "container_ip": pod.address,
                 "device": [
                     {**{key: device[key] for key in ("device_id", "device_ip") if device.get(key)}, "rank_id": str(first + place)}
-                    for place, device in enumerate(sorted(devices, key=lambda device: int(device.get("device_id") or 0)))
+                    for place, device in enumerate(sorted(devices, key=lambda device: int(device["device_id"])))
                 ],
             }
         )
@@ -65,3 +65,10 @@ def _configuration(pod: Pod) -> dict[str, Any]:
     except JSONDecodeError:
         return {}
     return read if isinstance(read, dict) else {}
+
+
+def _devices(configuration: dict[str, Any]) -> list[dict[str, Any]]:
+    """The devices that the plugin names; none where one of them cannot be read."""
+    devices = configuration.get("devices")
+    sound = isinstance(devices, list) and all(isinstance(device, dict) and str(device.get("device_id", "")).isdigit() for device in devices)
+    return devices if isinstance(devices, list) and sound else []

@@ -57,7 +57,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
         owned[pod.owner].append(pod)
     fleet = Fleet(nodes.values())
     looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
-    steps = {key: advance(look) for key, look in looks.items()}
+    steps = {key: _step(look) for key, look in looks.items()}
     for key, step in steps.items():
         if step.status.phase in ("Placing", "Running"):  # what has ended only remembers its places
             places = [place for rank, place in enumerate(step.status.placement) if rank not in step.status.finished_ranks]
@@ -85,6 +85,18 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     return Round({key: done for key, done in actions.items() if done}, decision)
 
 
+def _step(look: Look) -> Step:
+    """The job's step; one job that the operator stumbles over must not stop the others."""
+    try:
+        return advance(look)
+    except Exception as error:
+        return Step(look.job.status.model_copy(update={"message": _stumbling(error)}))
+
+
+def _stumbling(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"the operator stumbles over this and leaves it as it is ({type(error).__name__}: {error})"
+
+
 def _label(resource: NPUJob | NPUService) -> str:
     return f"{resource.kind} {resource.key}"
 
@@ -94,7 +106,7 @@ def _reserve(fleet: Fleet, resource: NPUJob | NPUService, places: Sequence[PodPl
     there = {pod.name for pod in pods}
     missing = [place for place in places if place.pod not in there and place.node]
     if missing:
-        fleet.occupy(missing, _shape(resource, settings))
+        fleet.occupy(missing, _shape_held(resource, settings))
 
 
 def _shape(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
@@ -102,18 +114,27 @@ def _shape(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
     return shape_of(resource.spec.profile, resource.spec.resource_name, npus, full_template(resource, settings))
 
 
+def _shape_held(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
+    """The shape of pods that were placed; they hold their NPUs even where the operator's own part of their template can no longer be read."""
+    try:
+        return _shape(resource, settings)
+    except ValueError:
+        return Shape(npus=resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica)
+
+
 def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet) -> dict[str, ServiceStep]:
     """Every service's step; replicas are placed before jobs, for somebody waits for their answers."""
     steps: dict[str, ServiceStep] = {}
     for key, look in looks.items():
-        step = ServiceStep(look.service.status)
+        step = None
         try:
             step = advance_service(look)
             _reserve(fleet, look.service, step.status.placement, look.pods, look.settings)
             if step.wanted:
                 step = _place_replicas(look, step, fleet)
-        except ValueError as error:
-            step = no_room(look, step, str(error))
+        except Exception as error:
+            status = look.service.status
+            step = no_room(look, step or ServiceStep(status.model_copy(update={"message": ""})), _stumbling(error))
         steps[key] = step
     return steps
 
@@ -192,7 +213,7 @@ def _running(look: Look, step: Step) -> Running | None:
     started = seconds_of(status.placed_time) or look.now
     start, deadline = seconds_of(status.start_time), job.spec.deadline_seconds
     return Running(
-        request=Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods)),
+        request=Request(job.key, names, _shape_held(job, look.settings), least=min(len(names), job.spec.least_pods)),
         pods=pods,
         priority=job.spec.priority,
         since=seconds_of(status.queue_time) or started,

@@ -122,8 +122,34 @@ class Request:
         return self.shape.npus * len(self.pods)
 
 
-def _terms(required: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return required.get("nodeSelectorTerms") or ({},)
+def _terms(template: Mapping[str, Any]) -> Sequence[tuple[Expression, ...]]:
+    """The sets of expressions of a template's node affinity, one of which must hold.
+
+    Raises: ValueError.
+    """
+    affinity = _map((template.get("affinity") or {}).get("nodeAffinity"), "nodeAffinity")
+    required = _map(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"), "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution")
+    terms = [_map(term, "nodeSelectorTerms") for term in _list(required.get("nodeSelectorTerms"), "nodeSelectorTerms")] or [{}]
+    return [tuple(_expression(entry) for entry in _list(term.get("matchExpressions"), "matchExpressions")) for term in terms]
+
+
+def _expression(entry: Any) -> Expression:
+    said = _map(entry, "matchExpressions")
+    if not said.get("key") or not said.get("operator"):
+        raise ValueError(f"template.affinity has the expression {entry!r}: give it key and operator")
+    return Expression(str(said["key"]), str(said["operator"]), tuple(map(str, _list(said.get("values"), "values"))))
+
+
+def _map(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value or {}, Mapping):
+        raise ValueError(f"template.affinity: {where} has {value!r} where a map belongs")
+    return value or {}
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value or [], list):
+        raise ValueError(f"template.affinity: {where} is {value!r}, it must be a list")
+    return value or []
 
 
 def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str, Any]) -> Shape:
@@ -136,11 +162,7 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
     if npus and not name:
         raise ValueError(f"{npus} NPUs a pod asked for, but the profile {profile!r} has no devices: name resourceName, or set the NPUs to 0")
     selector = tuple(Expression(key, "In", (str(value),)) for key, value in sorted((template.get("nodeSelector") or {}).items()))
-    required: Mapping[str, Any] = ((template.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    terms = tuple(
-        selector + tuple(Expression(entry["key"], entry["operator"], tuple(entry.get("values") or ())) for entry in term.get("matchExpressions") or ())
-        for term in _terms(required)
-    )
+    terms = tuple(selector + term for term in _terms(template))
     tolerations = tuple(
         Toleration(**{key: str(entry[key]) for key in ("key", "operator", "value", "effect") if entry.get(key)}) for entry in template.get("tolerations") or ()
     )

@@ -139,3 +139,10 @@ def test_the_table_takes_what_the_device_plugin_says() -> None:
         {"device_id": "4", "device_ip": "192.168.100.4", "rank_id": "2"},
         {"device_id": "5", "device_ip": "192.168.100.5", "rank_id": "3"},
     ]
+
+
+@pytest.mark.parametrize("devices", ["none", [5], [{"device_id": "NPU-5"}], [{}]])
+def test_the_table_passes_over_what_the_device_plugin_says_in_another_form(devices: Any) -> None:
+    said = {"ascend.kubectl.kubernetes.io/ascend-910-configuration": json.dumps({"devices": devices})}
+    (server,) = rank_table([Pod("lab", "p-0", "u0", host_address="10.0.0.1", npus=(0, 1), annotations=said)], 2)["server_list"]
+    assert [device["device_id"] for device in server["device"]] == ["0", "1"]

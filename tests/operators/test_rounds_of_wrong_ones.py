@@ -1,0 +1,76 @@
+"""Jobs and services that nothing can be made of: they say why, and nobody else is stopped by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from semantide.operators import reconcile
+from semantide.operators.job_states import advance
+
+Worlds = Callable[..., Any]
+
+_NO_OPERATOR = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "a"}]}]}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ({"nodeSelector": ["a"]}, "template.nodeSelector is ['a']"),
+        ({"tolerations": ["x"]}, "template.tolerations is ['x']"),
+        ({"labels": "x"}, "template.labels is 'x'"),
+        ({"volumeMounts": {"a": 1}}, "template.volumeMounts is {'a': 1}"),
+        ({"resources": {"requests": "x"}}, "template.resources.requests is 'x'"),
+        ({"affinity": {"nodeAffinity": "x"}}, "nodeAffinity has 'x'"),
+        ({"affinity": _NO_OPERATOR}, "give it key and operator"),
+    ],
+)
+def test_a_template_of_the_wrong_form_waits_with_a_reason_and_stops_nobody_else(world: Worlds, template: dict[str, Any], said: str) -> None:
+    lab = world(["a", "b"])
+    lab.submit("wrong", template=template)
+    lab.serve("wrong", template=template)
+    lab.submit("right")
+    lab.serve("right")
+    lab.settle()
+    assert lab.phase("right") == "Running" and lab.phase("right", "NPUService") == "Running"
+    assert said in lab.status("wrong")["message"]
+    assert lab.status("wrong", "NPUService")["message"].count(said) == 1, "told once, however many rounds there were"
+    lab.change("NPUJob", "wrong", template={})
+    lab.change("NPUService", "wrong", template={})
+    lab.turn(3, 20.0)
+    lab.settle()
+    assert lab.phase("wrong") == "Running" and lab.phase("wrong", "NPUService") == "Running"
+
+
+def test_a_wrong_template_of_the_operators_own_ends_nothing_that_runs(world: Worlds) -> None:
+    lab = world(["a"], own_namespace="lab")
+    lab.submit("train", npus=4)
+    lab.serve("shop", npus=2)
+    lab.settle()
+    before = {body["metadata"]["uid"] for body in lab.cluster.of("Pod")}
+    lab.settings = lab.settings.model_copy(update={"pod_template": {"tolerations": "all"}})
+    lab.new_operator()
+    lab.submit("next", npus=2)
+    lab.turn(8, 5.0)
+    assert lab.phase("train") == "Running"
+    assert {body["metadata"]["uid"] for body in lab.pods("train")} | {body["metadata"]["uid"] for body in lab.pods("shop", "service")} == before
+    assert "template.tolerations" in lab.status("next")["message"]
+
+
+def test_a_job_that_the_operator_stumbles_over_is_left_alone_and_stops_nobody_else(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = world(["a"])
+    lab.submit("odd")
+    lab.settle()
+
+    def stumbles(look: Any) -> Any:
+        if look.job.name == "odd":
+            raise KeyError("unheard of")
+        return advance(look)
+
+    monkeypatch.setattr(reconcile, "advance", stumbles)
+    lab.submit("even")
+    lab.settle()
+    assert lab.phase("even") == "Running" and lab.phase("odd") == "Running" and lab.pods("odd")
+    assert "unheard of" in lab.status("odd")["message"]
