@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from semantide.operators.operator import Operator, start_log
 from semantide.operators.settings import OperatorSettings
+from semantide.shared.errors import PermanentError
 
 
 def main() -> int:
@@ -23,7 +24,12 @@ def main() -> int:
         sys.stderr.write(f"semantide operator: {error}\n")
         return 2
     start_log(settings.log_level)
-    Operator(settings).run()
+    try:
+        operator = Operator(settings)
+    except PermanentError as error:
+        sys.stderr.write(f"semantide operator: {error}\n")
+        return 2
+    operator.run()
     return 0
 
 

@@ -90,14 +90,20 @@ class Api(Protocol):
 
 
 class KubernetesApi:
-    """An API server over HTTP, as the process's service account, or else the kubeconfig, says."""
+    """An API server over HTTP, as the process's service account, or else the kubeconfig, says.
+
+    Raises: PermanentError where neither is there.
+    """
 
     def __init__(self, configuration: client.Configuration | None = None) -> None:
         if configuration is None:
             try:
                 config.load_incluster_config()
             except config.ConfigException:
-                config.load_kube_config()
+                try:
+                    config.load_kube_config()
+                except config.ConfigException as error:
+                    raise PermanentError(f"there is no way to a cluster ({error}): run in a pod with a service account, or set KUBECONFIG") from error
         self._client = client.ApiClient(configuration)
 
     def list(self, kind: str, namespace: str = "", labels: str = "") -> Listing:
@@ -176,15 +182,17 @@ class KubernetesApi:
 
 def _refusal(status: int, data: bytes | None, what: str) -> Exception:
     try:
-        said = json.loads(data or b"{}").get("message", "")
-    except ValueError:
-        said = (data or b"").decode(errors="replace")[:200]
+        answer = json.loads(data or b"{}")
+        said, reason = answer.get("message", ""), answer.get("reason", "")
+    except (ValueError, AttributeError):
+        said, reason = (data or b"").decode(errors="replace")[:200], ""
     text = f"{what}: {status} {said}".rstrip()
     if status == 404:
         return NotFound(text)
     if status == 409:
-        return Conflict(text)
-    if status in (401, 403):
+        # Two creations at once under one quota: the second is turned away although nothing of its name is there.
+        return TransientError(text) if what.startswith("POST ") and reason == "Conflict" else Conflict(text)
+    if status == 401 or (status == 403 and " cannot " in said):  # a quota or an admission policy forbids too
         return PermanentError(f"{text}; give the operator's service account this right (the chart's Role does)")
     return TransientError(text) if status in (408, 410, 429) or status >= 500 else PermanentError(text)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from semantide.operators.node import Node
 from semantide.operators.pods import AGAIN, Pod
+from semantide.operators.rank_table import TOLD_ANNOTATION
 from semantide.operators.resources import NPUJobStatus, PodPlacement
 
 
@@ -29,7 +30,9 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
     if place.node and (node is None or node.gone):
         return Fault((0, 0.0), f"node {place.node} of rank {rank} is {'gone' if node is None else 'lost: ' + (node.unusable or 'it does not answer')}")
     if pod is None:
-        return Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if status.phase == "Running" else None
+        # Another pod of its name would have another address than the table of ranks says, which is written once for each gang.
+        known = status.phase == "Running" or any(TOLD_ANNOTATION in other.annotations for other in gang.values())
+        return Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if known else None
     if node is not None and pod.key in node.lost_holders:
         return Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed")
     if pod.deleting:

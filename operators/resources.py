@@ -235,16 +235,16 @@ class NPUJobStatus(Part):
 
 
 class Replicas(Part):
-    """Between how many replicas a service runs."""
+    """Between how many replicas a service runs; none at all where both are 0."""
 
     min: int = Field(default=1, ge=0)
-    max: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=0)
 
     @model_validator(mode="before")
     @classmethod
     def _most_as_least(cls, said: Any) -> Any:
         """Without a most, as many as at least."""
-        return {**said, "max": max(1, int(said.get("min", 1)))} if isinstance(said, dict) and "max" not in said else said
+        return {**said, "max": int(said.get("min", 1))} if isinstance(said, dict) and "max" not in said else said
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

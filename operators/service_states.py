@@ -131,7 +131,9 @@ def _wish(look: ServiceLook, status: NPUServiceStatus) -> tuple[NPUServiceStatus
     spec, now = look.service.spec, look.now
     changed = seconds_of(status.scale_time)
     loads = list(look.loads) if status.phase in ("Running", "Degraded") else []
-    plan = balance(spec, status.wish or spec.replicas.min, loads, now - changed if changed is not None else float("inf"))
+    # Where there is none, nothing is measured that could ask for one.
+    least = max(spec.replicas.min, min(1, spec.replicas.max))
+    plan = balance(spec, status.wish or least, loads, now - changed if changed is not None else float("inf"))
     if plan.move and not status.moving:
         status = status.model_copy(update={"moving": plan.move, "scale_time": time_of(now)})
     elif plan.move:

@@ -197,6 +197,25 @@ def test_a_place_that_the_scheduler_refuses_is_given_up_and_avoided(world: World
     assert lab.status("train")["restarts"] == 0
 
 
+def test_a_pod_that_vanishes_after_the_ranks_were_told_makes_another_gang_and_another_table(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8)
+    lab.settle()
+    for body in lab.pods("train"):  # as between the address of a pod and the start of its container
+        lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], **{**body["status"], "phase": "Pending"})
+    job = lab.cluster.get("NPUJob", "lab", "train")
+    lab.cluster.replace_status({**job, "status": {**job["status"], "phase": "Placing"}})
+    first, second = lab.pods("train")
+    lab.cluster.delete("Pod", "lab", first["metadata"]["name"], grace_seconds=0)
+    lab.turn(10, seconds=20)
+    lab.settle()
+    assert lab.phase("train") == "Running"
+    addresses = {body["metadata"]["labels"]["semantide.io/rank"]: body["status"]["podIP"] for body in lab.pods("train")}
+    gang = lab.pods("train")[0]["metadata"]["name"].rpartition("-")[0]
+    table = lab.cluster.get("ConfigMap", "lab", f"rings-config-{gang}")
+    assert table["data"]["master-address"] == addresses["0"]
+
+
 def test_deletion_takes_everything_along(world: Worlds) -> None:
     lab = world(["a", "b"])
     lab.submit("train", pods=2, npus=8)

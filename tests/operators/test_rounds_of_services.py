@@ -143,3 +143,19 @@ def test_services_take_free_npus_before_jobs_do(world: Worlds) -> None:
     lab.serve("shop", npus=8)
     lab.settle()
     assert lab.phase("shop", "NPUService") == "Running" and lab.phase("train") == "Pending"
+
+
+def test_without_a_most_the_least_is_the_number_and_may_be_none(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.serve("shop", replicas={"min": 2})
+    for wanted in (2, 0, 3):
+        lab.change("NPUService", "shop", replicas={"min": wanted})
+        lab.turn(20, 10.0)
+        assert ready(lab) == wanted and lab.phase("shop", "NPUService") == "Running"
+
+
+def test_a_service_that_may_shrink_to_nothing_keeps_one_whose_load_is_measured(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.serve("shop", low=0, high=4)
+    lab.settle()
+    assert ready(lab) == 1
