@@ -50,6 +50,10 @@ _ANSWER_SECONDS = 10.0
 _LOG_TAIL_BYTES = 2000
 
 
+class _Refused(ClusterUnavailable):
+    """The API server answers, and does not do this one thing."""
+
+
 class NPUJobs:
     """The NPUJobs of one namespace. ``api`` is a ``kubernetes.client.CustomObjectsApi``."""
 
@@ -124,10 +128,10 @@ class NPUJobs:
             said = f"{verb.split('_')[0]} {KIND}: {error.status} {error.reason}: {_message(error)}"
             if error.status in (400, 422):
                 raise BadData(said) from error
-            remedy = {403: "give the worker's service account this right", 404: "install the chart's custom resources"}.get(
-                error.status or 0, "it is tried again"
-            )
-            raise ClusterUnavailable(f"{said}: {remedy}") from error
+            remedy = {403: "give the worker's service account this right", 404: "install the chart's custom resources"}.get(error.status or 0, "")
+            if error.status == 403 and " cannot " not in said:
+                remedy = ""  # a quota or a policy forbids too
+            raise _Refused(f"{said}: {remedy or 'it is tried again'}") from error
         except (OSError, HTTPError) as error:
             raise ClusterUnavailable(
                 f"{verb.split('_')[0]} {KIND}: the API server cannot be reached ({type(error).__name__}: {error}): it is tried again"
@@ -179,7 +183,8 @@ class ClusterRunner:
             except (ClusterUnavailable, broker_door.RedisError) as error:
                 if str(error) != cause:
                     self._log.warning("jobs and NPUJobs cannot be compared now; what runs goes on", error=str(error))
-                cause, pause = str(error), min(2 * pause, _MOST_PAUSE_SECONDS)
+                # Where one job alone was refused the others are looked at as often as ever.
+                cause, pause = str(error), self._look_seconds if isinstance(error, _Refused) else min(2 * pause, _MOST_PAUSE_SECONDS)
             except Exception:
                 self._log.exception("the cluster runner stumbled and goes on")
                 pause = min(2 * pause, _MOST_PAUSE_SECONDS)
@@ -187,7 +192,7 @@ class ClusterRunner:
             self._wake.clear()
 
     def look(self) -> None:
-        """Compare once, and do what follows.
+        """Compare once, and do what follows; what the API server refuses for one job keeps no other waiting.
 
         Raises: ClusterUnavailable.
         """
@@ -198,14 +203,23 @@ class ClusterRunner:
             self._tell_waiting(error)
             raise
         records = [record for record in self._jobs.open_jobs(self._room.name) if record.state not in ENDED]
+        refused: list[_Refused] = []
         for record in records:
             own = found_of(record, found)
-            self._tend(record, own)
+            try:
+                self._tend(record, own)
+            except _Refused as error:
+                refused.append(error)
             if own is not None:
                 del found[own.name]
         for left in found.values():
             self._annotated.pop(left.name, None)
-            self._tend_left_over(left)
+            try:
+                self._tend_left_over(left)
+            except _Refused as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
 
     def _tell_waiting(self, error: ClusterUnavailable) -> None:
         for record in self._jobs.open_jobs(self._room.name):

@@ -205,7 +205,7 @@ def test_a_pod_that_vanishes_after_the_ranks_were_told_makes_another_gang_and_an
         lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], **{**body["status"], "phase": "Pending"})
     job = lab.cluster.get("NPUJob", "lab", "train")
     lab.cluster.replace_status({**job, "status": {**job["status"], "phase": "Placing"}})
-    first, second = lab.pods("train")
+    first, _ = lab.pods("train")
     lab.cluster.delete("Pod", "lab", first["metadata"]["name"], grace_seconds=0)
     lab.turn(10, seconds=20)
     lab.settle()

@@ -263,11 +263,26 @@ def test_what_the_cluster_refuses_fails_and_what_it_forbids_waits(cluster: Any, 
     cluster.refuse = (422, "spec.npusPerPod: should be less than or equal to 64")
     jobs, _ = start()
     assert "less than or equal to 64" in str(finished(jobs, submit(jobs, steps=1).id).error)
-    cluster.refuse = (403, "npujobs is forbidden")
+    cluster.refuse = (403, 'npujobs.semantide.io is forbidden: User "worker" cannot create resource "npujobs"')
     job = submit(jobs, steps=1)
     wait_until(lambda: "service account" in jobs.get(job.id).stage)
     cluster.refuse = None
     wait_until(lambda: job.id in cluster.jobs)
+
+
+def test_a_job_that_a_quota_forbids_keeps_no_other_waiting(cluster: Any, start: Any) -> None:
+    jobs, _ = start(keepSeconds=0)
+    running, ends = submit(jobs, steps=10_000, pause=0.05), submit(jobs, steps=40, pause=0.05)
+    wait_until(lambda: {running.id, ends.id} <= set(cluster.jobs))
+    cluster.refuse = (403, 'npujobs.semantide.io "x" is forbidden: exceeded quota: small, used: 2, limited: 2')
+    waiting = [submit(jobs, steps=1) for _ in range(3)]
+    wait_until(lambda: all("exceeded quota" in jobs.get(job.id).stage for job in waiting))
+    assert "service account" not in jobs.get(waiting[0].id).stage
+    jobs.cancel(running.id)
+    wait_until(lambda: not cluster.jobs)  # one that is cancelled, one that has ended
+    assert jobs.get(running.id).state == "cancelled" and jobs.get(ends.id).state == "succeeded"
+    cluster.refuse = None
+    assert all(finished(jobs, job.id).state == "succeeded" for job in waiting)
 
 
 @pytest.mark.slow
