@@ -108,7 +108,7 @@ class NPUJobs:
         self._call("patch_namespaced_custom_object", name=name, body={"metadata": {"annotations": dict(values)}}, fine=404)
 
     def delete(self, name: str) -> None:
-        """Delete one that may be gone; its pods go first.
+        """Delete one that may be gone; its pods are asked to end, and may end after it is gone.
 
         Raises: ClusterUnavailable.
         """
