@@ -43,7 +43,11 @@ COPY docker/trim.py ./
 RUN python trim.py /opt/semantide && python -m pip uninstall --yes pip
 
 FROM venv AS code
-COPY . .
+COPY LICENSE README.md pyproject.toml ./
+COPY kernels kernels
+COPY operators operators
+COPY services services
+COPY shared shared
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-deps --root /code .
 

@@ -70,7 +70,7 @@ types: install  ## mypy --strict
 	rm -rf $$folder; exit $$status
 
 bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
-	@status=0; for benchmark in ingestion semantic_ids quality swap staged_attention beam_select constraint decode pipeline semi_async serving soak; do data=""; echo "== $$benchmark"; \
+	@status=0; for benchmark in ingestion semantic_ids quality swap staged_attention beam_select constraint decode pipeline semi_async placement npu_trace reconcile serving soak service_balance; do data=""; echo "== $$benchmark"; \
 	case $$benchmark in semantic_ids|quality) \
 		if ! test -f "$(DATA)/beauty.seq"; then echo "passed over: no beauty.seq in $(DATA), name its folder with make bench DATA=..."; continue; fi; data="--data $(DATA)";; esac; \
 	$(BIN)/python tests/benchmarks/$$benchmark.py --quick $$data || status=1; done; exit $$status

@@ -1,6 +1,6 @@
 """Takes out of installed packages what no process of ours reads: ``python docker/trim.py FOLDER...`` in a build, with binutils beside it.
 
-Test suites, C and C++ headers, static libraries and programs that only serve to build or test; libraries of pyarrow for protocols that nobody here speaks;
+Test suites, C and C++ headers, static libraries and programs that only serve to build or test; pyarrow's library for a protocol that nobody here speaks;
 symbol tables of the two largest libraries, which only debuggers read. What is left is imported at the end of the build, so a wrong cut ends it.
 """
 
@@ -20,9 +20,7 @@ _PATTERNS = (
     "pyarrow/include",
     "pyarrow/src",
     "pyarrow/libarrow_flight.so*",
-    "pyarrow/libarrow_substrait.so*",
     "pyarrow/_flight*.so",
-    "pyarrow/_substrait*.so",
     "pyarrow/*.pyx",
     "pyarrow/*.pxi",
     "numpy/_core/include",

@@ -46,5 +46,3 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
 def cause_of(faults: Sequence[Fault]) -> str:
     """The mishap that most likely came first."""
     return min(faults, key=lambda fault: fault.first).message
-
-

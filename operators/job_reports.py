@@ -51,5 +51,3 @@ def slowness(job: NPUJob, status: NPUJobStatus, slow_ratio: float, now: float) -
     usual = median_low(by_node.values())
     slow = tuple(SlowNode(node=node, ratio=round(value / usual, 2)) for node, value in sorted(by_node.items()) if value / usual >= slow_ratio)
     return status if slow == status.slow else status.model_copy(update={"slow": slow, "slow_time": time_of(now) if slow else None})
-
-

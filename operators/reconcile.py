@@ -45,7 +45,7 @@ def reconcile(
     return reconcile_all(snapshot, settings or OperatorSettings()).actions.get(_label(resource), ())
 
 
-def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy | None = None) -> Round:
+def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     """What to do about everything."""
     slow = slow_nodes(snapshot.jobs, snapshot.now)
     nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
@@ -59,7 +59,9 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
     looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
     steps = {key: advance(look) for key, look in looks.items()}
     for key, step in steps.items():
-        _reserve(fleet, looks[key].job, step.status.placement, looks[key].pods, settings)
+        if step.status.phase in ("Placing", "Running"):  # what has ended only remembers its places
+            places = [place for rank, place in enumerate(step.status.placement) if rank not in step.status.finished_ranks]
+            _reserve(fleet, looks[key].job, places, looks[key].pods, settings)
     service_looks = {
         service.key: ServiceLook(
             service,
@@ -74,7 +76,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings, policy: Policy
         for service in snapshot.services
     }
     service_steps = _serve(service_looks, fleet)
-    decision = _line(looks, steps, fleet, snapshot.now, policy or Policy())
+    decision = _line(looks, steps, fleet, snapshot.now, _policy(settings))
     actions = {_label(look.job): _actions(look.job, steps[key].status, steps[key].actions) for key, look in looks.items()}
     actions |= {_label(look.service): _actions(look.service, service_steps[key].status, service_steps[key].actions) for key, look in service_looks.items()}
     for invalid in snapshot.invalid:
@@ -130,6 +132,10 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> Servi
         return step
     rest = place(replace(request, pods=step.wanted), fleet)
     return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
+
+
+def _policy(settings: OperatorSettings) -> Policy:
+    return Policy(settings.ageing_seconds, settings.patience_seconds, settings.drain_seconds, regrow_seconds=settings.steady_seconds)
 
 
 def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: float, policy: Policy) -> Decision:

@@ -315,6 +315,7 @@ class NPUServiceStatus(Part):
 
 
 class _Resource(Part):
+    kind: str = ""
     api_version: str = API_VERSION
     metadata: Metadata
 

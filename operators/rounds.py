@@ -70,7 +70,7 @@ class Rounds:
             self._refresh(now)
             snapshot = self.cache.snapshot(self.settings, now, self._devices, self._loads, dict(self._refusals))
             self.last = snapshot
-            there = {f"{resource.kind} {resource.key}" for resource in (*snapshot.jobs, *snapshot.services)}
+            there = {f"{JOB_KIND} {job.key}" for job in snapshot.jobs} | {f"{SERVICE_KIND} {service.key}" for service in snapshot.services}
             self._refusals = {resource: said for resource, said in self._refusals.items() if resource in there}
             decided = reconcile_all(snapshot, self.settings)
             self._meters.saw(snapshot, decided)

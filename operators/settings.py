@@ -59,6 +59,12 @@ class OperatorSettings(BaseSettings):
     """How long Kubernetes' scheduler may refuse a placed pod before the whole gang is placed anew elsewhere, seconds."""
     placing_seconds: float = Field(default=900.0, gt=0)
     """How long all pods of a gang may take to run (images are pulled) before that counts as a failure, seconds."""
+    ageing_seconds: float = Field(default=600.0, gt=0)
+    """How long a job must have waited for that to be worth one step of priority, seconds."""
+    patience_seconds: float = Field(default=60.0, ge=0)
+    """How long the head of the line waits before it takes room back from smaller jobs that went past it, seconds."""
+    drain_seconds: float = Field(default=1800.0, ge=0)
+    """How long the head of the line waits before the nodes that it needs take no more jobs which cannot be restarted, seconds."""
     reason_seconds: float = Field(default=15.0, ge=0)
     """How often the reason why a job waits is written anew, at most, seconds."""
     avoid_seconds: float = Field(default=300.0, ge=0)

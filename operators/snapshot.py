@@ -93,7 +93,10 @@ class ObjectCache:
 
     def snapshot(
         self,
-        settings: OperatorSettings, now: float, devices: DeviceReports | None = None, loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None,
+        settings: OperatorSettings,
+        now: float,
+        devices: DeviceReports | None = None,
+        loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None,
         refusals: Mapping[str, str] | None = None,
     ) -> Snapshot:
         """One reading of everything."""

@@ -32,6 +32,7 @@ from semantide.shared.queues import Queues, handler
 from semantide.shared.room import Room
 
 _ORPHAN_SECONDS = 60.0
+_ROUTE_SECONDS = 5.0  # beyond the deadline that replicas keep themselves
 
 
 def open_room(name: str, settings: Settings) -> Room:
@@ -83,7 +84,8 @@ def route(settings: Settings) -> None:
     from semantide.shared.http import Gate, Server
 
     telemetry.start("router", settings)
-    router = Router([name.strip() for name in settings.route_to.split(",") if name.strip()], settings.route_patience_seconds, time.monotonic)
+    names = [name.strip() for name in settings.route_to.split(",") if name.strip()]
+    router = Router(names, settings.route_patience_seconds, settings.serving_deadline_seconds + _ROUTE_SECONDS, time.monotonic)
     server = Server(Gate(router, api_keys(settings), settings.max_body_bytes), settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.broker import ConnectionLost
 from semantide.shared.config import Settings
-from semantide.shared.errors import JobCancelled, PermanentError, RankLost, SemantideError
+from semantide.shared.errors import BrokerUnavailable, JobCancelled, PermanentError, RankLost, SemantideError, StoreUnavailable
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, logger
@@ -39,6 +40,10 @@ def run_rank(job_id: str, rank: int, run: Callable[[JobContext], JobOutcome], se
         with continued_trace(record.trace, f"job {record.spec.kind} rank {rank}"):
             outcome = run(context)
     except JobCancelled:
+        return AGAIN
+    except (BrokerUnavailable, StoreUnavailable, *ConnectionLost) as cause:
+        # No fault of the job's: all start again, from the last checkpoint.
+        log.warning("the broker or the store is away", job=job_id, rank=rank, error=str(cause))
         return AGAIN
     except Exception as cause:
         log.exception("rank failed", job=job_id, rank=rank)

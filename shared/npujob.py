@@ -197,6 +197,8 @@ def step_after_end(record: JobRecord, found: Found, now_ms: int, keep_seconds: f
         return None
     if record.state not in ENDED:
         return Delete(found.name) if found.name != name_of(record) else None
+    if record.state == "cancelled" and not found.ended:
+        return Delete(found.name)  # while it waited: its pods must not begin
     seconds = (now_ms - (record.finished or 0)) / 1000
     return Delete(found.name) if seconds > (keep_seconds if found.ended else _ENDING_SECONDS) else None
 

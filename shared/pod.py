@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec
-from semantide.shared.errors import BadData, JobCancelled, NotFound, RankLost
+from semantide.shared.errors import BadData, BrokerUnavailable, JobCancelled, NotFound, RankLost
 from semantide.shared.followed_jobs import FollowedJobs
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import AGAIN, FAILED, JobContext, JobOutcome, run_job
@@ -240,6 +240,8 @@ def _lead(context: JobContext, jobs: FollowedJobs, place: Place, command: Sequen
         raise said
     if context.stopping:
         raise JobCancelled(f"job {context.id} was asked to stop")
+    if status == AGAIN:
+        raise BrokerUnavailable("a rank found the broker or the store away: all pods start again from the last checkpoint")
     if status:
         raise RankLost(f"a rank ended with status {status}: all pods start again from the last checkpoint")
     outcome = rank_outcome(context.workdir)

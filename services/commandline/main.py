@@ -6,7 +6,6 @@ Exit status: 0 done, 1 something failed or some rows were rejected, 2 wrong use,
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from importlib.metadata import version as package_version
@@ -16,13 +15,13 @@ from typing import Annotated, Any
 import pydantic
 import typer
 
-from semantide.services.commandline import display, jobs, stack, variants
+from semantide.services.commandline import display, jobs, processes, stack, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ROOMS, ClusterWish, JobRecord, JobSpec
+from semantide.shared.contracts import ClusterWish, JobRecord, JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -35,6 +34,8 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
 app.command()(jobs.report)
+for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
+    app.command()(process)
 
 _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5
@@ -130,45 +131,6 @@ def key() -> None:
     if not found:
         raise SemantideError(f"no key in {settings.data_dir.absolute()}: `semantide up` makes one, or set SEMANTIDE_API_KEYS")
     sys.stdout.write(found + "\n")
-
-
-@app.command()
-def worker(room: Annotated[str, typer.Argument(help=" | ".join(ROOMS))]) -> None:
-    """Run one room's worker in this process (what compose and the chart run)."""
-    _become("worker", room)
-
-
-@app.command()
-def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all")))]) -> None:
-    """Run the APIs of some rooms, or of all, in this process."""
-    settings = Settings()
-    stack.check_port(settings.host, settings.port)
-    _become("api", *rooms)
-
-
-@app.command()
-def pod(job_id: Annotated[str, typer.Argument(help="Id of the job")]) -> None:
-    """Do a pod's part of a job in this process (what the pods of an NPUJob run)."""
-    _become("pod", job_id)
-
-
-@app.command()
-def replica() -> None:
-    """Serve recommendations as one replica of several (what the pods of an NPUService run)."""
-    _become("api", "serving")
-
-
-@app.command()
-def route() -> None:
-    """Forward requests to serving replicas, those of one user to the same one (SEMANTIDE_ROUTE_TO names them)."""
-    settings = Settings()
-    stack.check_port(settings.host, settings.port)
-    _become("route")
-
-
-def _become(verb: str, *arguments: str) -> None:
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "semantide.services.local", verb, *arguments])
 
 
 @app.command()

@@ -41,11 +41,12 @@ Send = Callable[[dict[str, Any]], Any]
 class Router:
     """Forwards requests to replicas. ``names`` are as in http://semantide-serving:8000; every address that a host has is a replica."""
 
-    def __init__(self, names: Sequence[str], patience_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, names: Sequence[str], patience_seconds: float, answer_seconds: float, clock: Callable[[], float]) -> None:
+        """``patience_seconds`` is how long a request waits for a replica, ``answer_seconds`` how long a recommendation may take before its replica counts as gone."""
         self._names = [_host_and_port(name) for name in names]
         if not self._names:
             raise ValueError("no replicas to route to: name them in SEMANTIDE_ROUTE_TO, as in http://semantide-serving:8000")
-        self._patience, self._clock = patience_seconds, clock
+        self._patience, self._answer_seconds, self._clock = patience_seconds, answer_seconds, clock
         self.replicas = Replicas()
         self._connections: dict[str, ReplicaConnections] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -204,8 +205,11 @@ class Router:
             tried.add(replica.address)
             replica.begin(asked.work)
             try:
-                last = await self._connections[replica.address].ask(method, target, headers, body, repeatable=repeatable)
-            except ReplicaGone as gone:
+                # The answer to HEAD is that to GET without its body, which the server in front leaves out.
+                asking = self._connections[replica.address].ask("GET" if method == "HEAD" else method, target, headers, body, repeatable=repeatable)
+                async with asyncio.timeout(self._answer_seconds if recommends else None):
+                    last = await asking
+            except (ReplicaGone, TimeoutError) as gone:
                 self._mark(replica, False, str(gone))
                 if not repeatable:
                     return self._ended(

@@ -211,7 +211,7 @@ def main() -> int:
     options = parser.parse_args()
     options.threads = 1
     if options.quick:
-        options.jobs, options.seeds = 1000, 1
+        options.jobs, options.seeds = 600, 1
     policy = Policy()
     schedulers = {
         "ours": lambda waiting, running, fleet, now: decide(waiting, running, fleet, now, policy),

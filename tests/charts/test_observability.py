@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -157,12 +163,6 @@ def test_older_servers_get_no_objects_that_they_lack(lint: ModuleType) -> None:
     ({"model": "models/a"}, [], 1, "recommended nothing: filters"),
 ])  # fmt: skip
 def test_helm_test_asks_for_a_recommendation(render: Render, live: Manifest, items: list[Manifest], status: int, words: str) -> None:
-    import os
-    import subprocess
-    import sys
-    import threading
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
     seen: list[tuple[str, str | None]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -191,3 +191,17 @@ def test_helm_test_asks_for_a_recommendation(render: Render, live: Manifest, ite
     assert outcome.returncode == status and words in outcome.stdout + outcome.stderr
     assert seen[0][0] == "/readyz" and all(key == "Bearer first" for _, key in seen)
     assert ("/v1/recommendations" in {path for path, _ in seen}) == bool(live["model"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+def test_prometheus_itself_understands_every_expression(tmp_path: Path) -> None:
+    shown = [expression for _, expression in expressions()]
+    for variable, value in (("$__rate_interval", "5m"), ("$__interval", "1m"), ("$namespace", ".*")):
+        shown = [expression.replace(variable, value) for expression in shown]
+    rules = {"groups": [{"name": "all", "rules": [{"record": f"shown:{place}", "expr": expression} for place, expression in enumerate(shown)]}]}
+    (tmp_path / "rules.yaml").write_text(json.dumps(rules))
+    shutil.copy(FILES / "alerts.yaml", tmp_path)
+    shutil.copy(REPOSITORY / "docker" / "prometheus.yaml", tmp_path)
+    for check in (("rules", "rules.yaml"), ("config", "prometheus.yaml")):
+        outcome = subprocess.run(["promtool", "check", *check], capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr

@@ -203,6 +203,7 @@ class ControlPlane:
             "--insecure-port=0",
             f"--tls-cert-file={self.folder / 'server.crt'}",
             f"--tls-private-key-file={self.folder / 'server.key'}",
+            f"--client-ca-file={self.folder / 'ca.crt'}",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=Node,RBAC",
             f"--service-cluster-ip-range={API_SERVICE_ADDRESS}/20",
@@ -220,6 +221,8 @@ class ControlPlane:
             f"--controllers=*,{','.join(f'-{name}' for name in _NOT_RUN)}",
             f"--service-account-private-key-file={self.folder / 'account.key'}",
             f"--root-ca-file={self.folder / 'ca.crt'}",
+            # Each controller with the rights of its own account, as everywhere.
+            "--use-service-account-credentials=true",
             f"--node-monitor-grace-period={self.grace_seconds}s",
             "--node-monitor-period=1s",
             "--node-startup-grace-period=60s",

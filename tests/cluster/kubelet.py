@@ -1,7 +1,7 @@
 """Real nodes: kubelets on the tests' own Docker engine, whose pods run.
 
 Several kubelets share the engine (``node_engine``) and the machine; their pods meet on the engine's bridge and know the cluster's names (``cluster_dns``).
-Only one kubelet of a machine can have a device plugin, because its place is fixed.
+A machine has one place for device plugins: they serve the kubelet that was started last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .api import Api, Object, until
-from .control_plane import API_SERVICE_ADDRESS, ControlPlane, Server, free_ports
+from .control_plane import API_SERVICE_ADDRESS, NODES, ControlPlane, Server, free_ports
 from .device_plugin import PLUGIN_FOLDER
 from .docker_engine import Engine, base_image
 from .node_engine import NODE_LABEL, NodeEngine
@@ -73,7 +73,7 @@ class Kubelet:
     labels: dict[str, str]
 
     def __enter__(self) -> Kubelet:
-        if self.name == "node-a" and (PLUGIN_FOLDER / "kubelet.sock").is_socket() and _in_use(PLUGIN_FOLDER / "kubelet.sock"):
+        if self.name == NODES[0] and (PLUGIN_FOLDER / "kubelet.sock").is_socket() and _in_use(PLUGIN_FOLDER / "kubelet.sock"):
             raise AssertionError(f"a kubelet runs on this machine already: {PLUGIN_FOLDER}/kubelet.sock answers")
         pause_image(self.engine)
         self.folder = self.plane.folder / self.name

@@ -17,7 +17,15 @@ class OperatorProcess:
         self._folder, self.started = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
         (self.port,) = free_ports(1)
-        own = {"port": str(self.port), "lease_seconds": "2", "round_seconds": "0.5", "node_grace_seconds": "2", "backoff_limit_seconds": "2"} | settings
+        # As the chart says it where no Ascend device plugin is.
+        own = {
+            "port": str(self.port),
+            "lease_seconds": "2",
+            "round_seconds": "0.5",
+            "node_grace_seconds": "2",
+            "backoff_limit_seconds": "2",
+            "device_info_namespace": "",
+        } | settings
         path = os.pathsep.join(path for path in sys.path if path)
         self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": path}
         self._environment |= {f"SEMANTIDE_OPERATOR_{name.upper()}": value for name, value in own.items()}

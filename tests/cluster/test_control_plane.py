@@ -8,7 +8,7 @@ from .api import Api, Object, Refused, until
 from .control_plane import ControlPlane
 from .simulated_nodes import Fate, SimulatedNodes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 _RESOURCE = "huawei.com/Ascend910"
 

@@ -18,11 +18,11 @@ _WAIT = ("--wait", "--timeout", "10m")
 
 
 @pytest.fixture
-def volumes(plane: ControlPlane, api: Api) -> Iterator[list[str]]:
+def volumes(plane: ControlPlane, api: Api, namespace: str) -> Iterator[list[str]]:
     """A node that runs pods, and volumes that claims may bind."""
     with SimulatedNodes(plane.kubeconfig) as nodes:
         nodes.add("release-node", {})
-        names = [f"release-volume-{number}" for number in range(4)]
+        names = [f"{namespace}-{number}" for number in range(4)]
         for name in names:
             spec: Object = {"capacity": {"storage": "100Gi"}, "accessModes": ["ReadWriteOnce", "ReadWriteMany"], "hostPath": {"path": f"/nowhere/{name}"}}
             api.create("persistentvolumes", {"metadata": {"name": name}, "spec": spec | {"persistentVolumeReclaimPolicy": "Retain"}})

@@ -76,6 +76,7 @@ class Operator:
         return status
 
 
+@pytest.mark.timeout(900)
 def test_it_runs_jobs_survives_its_death_and_hands_over(server: FakeServer, tmp_path: Path) -> None:
     cluster, kubeconfig = server.cluster, server.kubeconfig(tmp_path / "kubeconfig")
     with server.changed:

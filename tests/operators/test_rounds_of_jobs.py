@@ -376,3 +376,18 @@ def test_pods_that_the_api_server_refuses_hold_no_room_and_say_why(world: Worlds
     lab.turn(6, seconds=20)
     lab.settle()
     assert lab.phase("train") == "Running" and lab.status("train")["restarts"] == 0
+
+
+@pytest.mark.parametrize("end", [{"restartPolicy": {"limit": 0}}, {"deadlineSeconds": 1}])
+def test_a_job_that_failed_gives_its_npus_back_although_its_status_remembers_them(world: Worlds, end: dict[str, Any]) -> None:
+    lab = world(["a", "b"])
+    lab.submit("fails", pods=2, npus=8, **end)
+    lab.settle()
+    if "restartPolicy" in end:
+        lab.end("fails", rank=0, status=1)
+    lab.now += 10
+    lab.settle()
+    assert lab.phase("fails") == "Failed" and lab.status("fails")["placement"]
+    lab.submit("next", pods=2, npus=8)
+    lab.settle()
+    assert lab.phase("next") == "Running"

@@ -61,8 +61,8 @@ class Plain:
 
 
 @contextmanager
-def routing(addresses: list[str], patience_seconds: float = 30.0) -> Iterator[tuple[httpx.Client, Router]]:
-    router = Router([f"http://{address}" for address in addresses], patience_seconds, time.monotonic)
+def routing(addresses: list[str], patience_seconds: float = 30.0, answer_seconds: float = 600.0) -> Iterator[tuple[httpx.Client, Router]]:
+    router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, time.monotonic)
     port = free_port()
     server = http.Server(http.Gate(router, [KEY], 1_000_000), "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -120,7 +120,7 @@ def test_one_user_is_one_replicas_and_load_spreads() -> None:
 @pytest.mark.parametrize("status", [503, 429])
 def test_what_one_replica_cannot_do_another_does(status: int) -> None:
     with Plain(lambda *_: (status, {})) as full, Plain(lambda *_: (200, {})) as free, routing([full.address, free.address]) as (client, _):
-        assert {client.post("/v1/recommendations", json={"user": str(user)}).status_code for user in range(10)} == {200}
+        assert {client.post("/v1/recommendations", json={"user": str(user)}).status_code for user in range(24)} == {200}
         assert full.asked > 0
         assert {client.get("/v1/serving/live").status_code for _ in range(6)} == {200}
 
@@ -180,7 +180,7 @@ def cutting() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_half_an_answer_is_none_and_what_changes_something_is_sent_once() -> None:
     with cutting() as (address, seen), Plain(lambda *_: (200, "whole")) as whole, routing([address, whole.address]) as (client, router):
-        for user in range(12):
+        for user in range(24):
             assert client.post("/v1/recommendations", json={"user": str(user)}).json() == "whole"
         assert seen, "nobody was the cutting replica's"
         for replica in router.replicas:
@@ -209,6 +209,24 @@ def test_a_client_that_leaves_frees_its_replica() -> None:
         leave.set()
 
 
+def test_a_replica_that_hangs_is_passed_over_and_heads_have_no_body() -> None:
+    hang = threading.Event()
+
+    def hanging(*_: Any) -> tuple[int, Any]:
+        hang.wait(60)
+        return 200, "late"
+
+    with Plain(hanging) as stuck, Plain(lambda *_: (200, "here")) as free, routing([stuck.address, free.address], answer_seconds=1.0) as (client, _):
+        user = 0
+        while not stuck.asked:  # which users are whose depends on the ports
+            assert client.post("/v1/recommendations", json={"user": str(user)}).json() == "here"
+            user += 1
+        hang.set()
+    with Plain(lambda *_: (200, "body")) as free, routing([free.address]) as (client, _):
+        answer = client.head("/v1/serving/live")
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_keys_and_limits_hold_at_the_router() -> None:
     with Plain(lambda *_: (200, {})) as a, routing([a.address]) as (client, _):
         url = str(client.base_url).rstrip("/")
@@ -220,6 +238,6 @@ def test_keys_and_limits_hold_at_the_router() -> None:
 def test_wrong_names_are_refused() -> None:
     for wrong in ("ftp://host", "http://host/path", "http://"):
         with pytest.raises(ValueError, match="route_to"):
-            Router([wrong], 1.0, time.monotonic)
+            Router([wrong], 1.0, 1.0, time.monotonic)
     with pytest.raises(ValueError, match="SEMANTIDE_ROUTE_TO"):
-        Router([], 1.0, time.monotonic)
+        Router([], 1.0, 1.0, time.monotonic)

@@ -117,6 +117,10 @@ class Cluster:
         with self._lock:
             return list(self.gangs[name].pods)
 
+    def restarts(self, name: str) -> int:
+        with self._lock:
+            return self.gangs.get(name, Gang()).restarts
+
     def phase(self, name: str) -> str:
         with self._lock:
             return str(self.jobs.get(name, {}).get("status", {}).get("phase", ""))

@@ -105,6 +105,7 @@ def test_what_is_left_over_goes_in_its_time() -> None:
     assert step_after_end(ended, Found("train-1", phase="Failed"), 1_061_000, 3600) is None
     assert step_after_end(ended, Found("train-1", phase="Failed"), 5_000_000, 3600) == Delete("train-1")
     assert step_after_end(ended, Found("train-1", phase="Failed", ours=False), 5_000_000, 3600) is None
+    assert step_after_end(record(state="cancelled", finished=1_000_000), Found("train-1", phase="Pending"), 1_000_000, 3600) == Delete("train-1")
     assert step_after_end(record(resumes=1), Found("train-1", phase="Failed"), 0, 3600) == Delete("train-1")
     assert (name_of(record()), name_of(record(resumes=2))) == ("train-1", "train-1-r2")
 
@@ -197,12 +198,12 @@ def test_a_job_runs_in_pods_and_says_what_it_did(cluster: Any, start: Any, pods:
 def test_a_lost_rank_and_a_killed_pod_start_the_gang_again(cluster: Any, start: Any) -> None:
     jobs, _ = start()
     job = submit(jobs, 2, steps=60, pause=0.05, lose_rank=1)
-    wait_until(lambda: cluster.gangs[job.id].restarts == 1)
+    wait_until(lambda: cluster.restarts(job.id) == 1)
     before = jobs.get(job.id).done
     wait_until(lambda: jobs.get(job.id).done > before)
     done = jobs.get(job.id).done
     os.killpg(cluster.pods(job.id)[1].pid, signal.SIGKILL)
-    wait_until(lambda: cluster.gangs[job.id].restarts == 2)
+    wait_until(lambda: cluster.restarts(job.id) == 2)
     ended = finished(jobs, job.id)
     assert (ended.state, ended.result["count"]) == ("succeeded", 60) and done > before, ended.error
 
@@ -214,7 +215,7 @@ def test_what_a_rank_says_of_its_end_is_the_jobs_error(cluster: Any, start: Any,
     ended = finished(jobs, job.id)
     assert ended.state == "failed" and "give milliseconds" in str(ended.error)
     wait_until(lambda: cluster.phase(job.id) == "Failed")
-    assert cluster.gangs[job.id].restarts <= 1
+    assert cluster.restarts(job.id) <= 1
 
 
 def test_cancel_stops_pods_and_resume_goes_on(cluster: Any, start: Any) -> None:
