@@ -146,6 +146,12 @@ class _Earlier:
     def __init__(self, folder: Path, size: int) -> None:
         self._folder = folder
         found = self._open(_VECTORS).schema_arrow.field("vector").type.list_size
+        if (folder / _ITEM_ROWS).is_file():
+            vectors, rows = (self._open(name).metadata.num_rows for name in (_VECTORS, _ITEM_ROWS))
+            if vectors != rows:
+                raise Corrupt(
+                    f"{folder} has {vectors} items in {_VECTORS} and {rows} in {_ITEM_ROWS}: copy the model folder again, or train without a checkpoint"
+                )
         if found != size:
             raise Conflict(f"{folder} has vectors of {found} numbers and retriever.hidden_size is {size}: give the same, or another checkpoint")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -181,6 +182,9 @@ def test_an_earlier_model_of_another_size_or_a_damaged_one_is_refused(ring: Data
     stored(tmp_path / "model", ring, configured())
     with pytest.raises(Conflict, match=r"vectors of 8 numbers and retriever\.hidden_size is 16"):
         item_tables(ring, counts_of(ring), replace(configured(), retriever=replace(SHAPE, hidden_size=16)), World.single(), 0, tmp_path / "model")
+    pq.write_table(pa.table({"own": [True] * 3}), tmp_path / "model" / "item_rows.parquet")
+    with pytest.raises(Corrupt, match=r"60 items in vectors\.parquet and 3 in item_rows\.parquet"):
+        item_tables(ring, counts_of(ring), configured(growth=GROWTHS[2]), World.single(), 0, tmp_path / "model")
     (tmp_path / "model" / "vectors.parquet").write_bytes(b"no")
     with pytest.raises(Corrupt, match="cannot be read"):
         item_tables(ring, counts_of(ring), configured(), World.single(), 0, tmp_path / "model")
