@@ -22,6 +22,15 @@ def test_the_page_names_every_verb_and_no_other() -> None:
     assert told == verbs
 
 
+def test_make_runs_every_benchmark_that_has_a_quick_form() -> None:
+    folder = ROOT / "tests" / "benchmarks"
+    listed = set(re.split(r"[\s\\]+", re.search(r"^BENCHMARKS := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]))  # type: ignore[index]
+    runnable = {path.stem for path in folder.glob("*.py") if re.search(r"if __name__ == .*\n    (sys\.exit|raise SystemExit|main)", path.read_text())}
+    # Those that want root or other packages than the project's, and the processes that others start.
+    elsewhere = {"hierarchical_sparse", "retriever_rate", "rectools_hstu", "vllm_engine", "classic_app"}
+    assert listed == runnable - elsewhere
+
+
 def test_the_readme_shows_the_tree_as_it_is() -> None:
     text = (ROOT / "README.md").read_text()
     tree = text.split("## The tree")[1].split("```")[1]
