@@ -229,7 +229,9 @@ class Router:
                 left += isinstance(gone, ReplicaGone) and gone.had_request
                 if left == _MOST_LEFT:
                     self._log.error("replicas leave while they have one and the same request: it is given up", replicas=left, last=replica.address)
-                    return self._ended(_json(502, _error("ReplicaGone", f"{left} replicas left while they had this request, so no other is asked: see their logs")))
+                    return self._ended(
+                        _json(502, _error("ReplicaGone", f"{left} replicas left while they had this request, so no other is asked: see their logs"))
+                    )
                 self._again.labels("gone").inc()
                 last = None
                 continue
