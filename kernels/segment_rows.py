@@ -97,6 +97,8 @@ class SegmentRows:
                 device[slot][: len(at)].copy_(host[slot][: len(at)], non_blocking=True)
                 arrived[slot].record(beside)
 
+        # The buffers may lie where tensors lay that are gone for this thread, and that the device still reads.
+        beside.wait_stream(accelerator.current_stream())
         if self._segments:
             send(0)
         for number, rows in enumerate(self._segments):

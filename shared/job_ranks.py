@@ -41,10 +41,14 @@ def run_rank(job_id: str, rank: int, run: Callable[[JobContext], JobOutcome], se
             outcome = run(context)
     except JobCancelled:
         return AGAIN
-    except (BrokerUnavailable, StoreUnavailable, *ConnectionLost) as cause:
+    except (BrokerUnavailable, *ConnectionLost) as cause:
         # No fault of the job's: all start again, from the last checkpoint.
-        log.warning("the broker or the store is away", job=job_id, rank=rank, error=str(cause))
+        log.warning("the broker is away", job=job_id, rank=rank, error=str(cause))
         return AGAIN
+    except StoreUnavailable as cause:
+        # Counted as a crash, as in a job of one process: it may be so again and again.
+        log.warning("the store is away", job=job_id, rank=rank, error=str(cause))
+        return 1
     except Exception as cause:
         log.exception("rank failed", job=job_id, rank=rank)
         said = {"rank": rank, "kind": type(cause).__name__, "message": str(cause), "lost": isinstance(cause, RankLost), "time": time.time()}

@@ -19,7 +19,7 @@ import numpy as np
 from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import NegativesWanted
-from semantide.shared.errors import BrokerUnavailable, Corrupt, NotFound
+from semantide.shared.errors import BrokerUnavailable, Corrupt, NotFound, StoreUnavailable
 from semantide.shared.negative_sampling import Negatives, Rows
 from semantide.shared.negative_source import SHARD_EVENTS, NegativeSource
 
@@ -66,8 +66,8 @@ class ShardBoard:
         ref = self.find(wanted)
         if ref is not None:
             self._broker.delete(shard_key(wanted))
-            self._broker.zrem(_MADE, ref)
             self._store.remove(ref)
+            self._broker.zrem(_MADE, ref)  # last: what could not be taken away is swept
 
     def sweep(self, now: float) -> int:
         """Take away what runs have left behind; how many shards."""
@@ -154,7 +154,7 @@ class NegativeShards:
                     # Mapped, not read: a batch touches a few rows of every shard.
                     rows: Negatives = np.load(self._store.get(ref) / "rows.npy", mmap_mode="r")
                     return rows
-            except (broker_door.RedisError, BrokerUnavailable, NotFound, Corrupt, OSError):
+            except (broker_door.RedisError, BrokerUnavailable, StoreUnavailable, NotFound, Corrupt, OSError):
                 return None
             if self._clock() - self._asked[epoch] >= self._wait_seconds:
                 return None
@@ -168,7 +168,7 @@ class NegativeShards:
                 continue
             try:
                 self._board.remove(self._of(past, number))
-            except (broker_door.RedisError, OSError):
+            except (broker_door.RedisError, StoreUnavailable, OSError):
                 continue  # swept by the room a day later
 
     def _of(self, epoch: int, number: int) -> NegativesWanted:

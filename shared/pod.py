@@ -241,7 +241,7 @@ def _lead(context: JobContext, jobs: FollowedJobs, place: Place, command: Sequen
     if context.stopping:
         raise JobCancelled(f"job {context.id} was asked to stop")
     if status == AGAIN:
-        raise BrokerUnavailable("a rank found the broker or the store away: all pods start again from the last checkpoint")
+        raise BrokerUnavailable("a rank found the broker away: all pods start again from the last checkpoint")
     if status:
         raise RankLost(f"a rank ended with status {status}: all pods start again from the last checkpoint")
     outcome = rank_outcome(context.workdir)

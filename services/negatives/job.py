@@ -30,6 +30,7 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.negative_sampling import NegativeMix
 from semantide.shared.negative_shards import ShardBoard, store_shard
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
+from semantide.shared.table_snapshots import TableSnapshot
 
 _CHUNK_CUTS = 1024  # searched before they are kept: what a killed job has found is not searched again
 
@@ -137,7 +138,7 @@ def _searcher(job: JobContext, inputs: dict[str, str], dataset: Dataset, events:
     folder = job.store.get(inputs["model"])
     card = json.loads((folder / "semantide.json").read_text())
     if card["model_type"] == "retriever":
-        return TopItems(folder, dataset, events, card["max_items"], width)
+        return TopItems(folder, TableSnapshot.load(job.store.get, inputs["model"]), dataset, events, card["max_items"], width)
     catalog = Catalog.load(job.store.get(inputs["catalog"]))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     model = Generator.from_pretrained(folder).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

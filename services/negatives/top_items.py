@@ -13,24 +13,23 @@ import torch
 from semantide.services.negatives.cuts import Cuts
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import Conflict
-from semantide.shared.models.retriever import ItemVectors, Retriever
+from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.retriever_search import ExactSearch
 from semantide.shared.negative_sampling import IntArray, Rows
 from semantide.shared.negative_source import TrainingEvents
+from semantide.shared.table_snapshots import TableSnapshot
 
 
 class TopItems:
     """The best items of a stored retriever, in the rows of a data set; what a user has taken before does not come up."""
 
-    def __init__(self, folder: Path, dataset: Dataset, events: TrainingEvents, max_items: int, width: int) -> None:
-        """``max_items`` is the longest history that the model reads.
+    def __init__(self, folder: Path, table: TableSnapshot, dataset: Dataset, events: TrainingEvents, max_items: int, width: int) -> None:
+        """The model in a folder with its table; ``max_items`` is the longest history that it reads.
 
         Raises: Conflict for a data set of which the retriever has nothing.
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        table = ItemVectors.load(folder)
-        row_of = {item: row for row, item in enumerate(table.item_ids)}
-        self._model_rows_N = np.array([row_of.get(item, -1) for item in dataset.item_ids], dtype=np.int64)
+        self._model_rows_N = np.array([table.row_of.get(item, -1) for item in dataset.item_ids], dtype=np.int64)
         known = self._model_rows_N >= 0
         if not known.any():
             raise Conflict(f"none of the data set's {len(known)} items has a vector in the retriever: take one that was trained on this data set")

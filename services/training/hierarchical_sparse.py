@@ -205,7 +205,9 @@ class ExactReplicas:
 
 
 class PeriodicReplicas:
-    """This group's copy of a share, changed by this group alone; every ``every`` updates the rows that any group touched become their mean.
+    """This group's copy of a share, changed by this group alone; ``every`` updates after the last meeting the rows that any group touched become their mean.
+
+    ``settle`` is a meeting too, so that what comes after a checkpoint does not depend on whether the run was started again from it.
 
     The mean, of vectors and of optimiser's state, is over the groups that touched a row: one that a single group touched since the last meeting is then exactly as in the
     exact mode. ``drift`` says how far copies had come apart at the last meeting: the distance of copies from the mean over the mean's length, of
@@ -234,7 +236,7 @@ class PeriodicReplicas:
         self.table.update(route, gradients_UD, rate)
         self._touched_N[route.ids_U.cpu()] = True
         self._updates += 1
-        if self._updates % self._every == 0:
+        if self._updates >= self._every:
             self.settle()
 
     def read(self, ids_T: Tensor) -> Tensor:
@@ -249,6 +251,7 @@ class PeriodicReplicas:
         """Go on from a settled copy, the same in all groups."""
         self.table.load(state)
         self._touched_N.zero_()
+        self._updates = 0
 
     def traffic(self) -> dict[str, Traffic]:
         """What went between groups, by what it was."""
@@ -266,6 +269,7 @@ class PeriodicReplicas:
             distance, length = distance + far, length + long
         self._copy.settle(self._vectors, touched.rows_S, owner_S)
         self._touched_N.zero_()
+        self._updates = 0
         if length:
             self.drift = distance / length
 

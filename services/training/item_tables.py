@@ -82,12 +82,20 @@ def write_rows(folder: Path | None, tables: ItemTables, config: TrainConfig) -> 
         return
     row_vectors = None if tables.featured is None else pieces(len(tables.rows.rows_N), tables.items.read, leads)
     schema = [("own", pa.bool_()), *([] if row_vectors is None else [("row_vector", pa.list_(pa.float32(), size))])]
-    _write(folder and folder / _ITEM_ROWS, pa.schema(schema), {"own": tables.rows.own_N}, row_vectors)
+    try:
+        _write(folder and folder / _ITEM_ROWS, pa.schema(schema), {"own": tables.rows.own_N}, row_vectors)
+    except OSError:
+        _write_features(None, tables, size)  # the others give these rows too
+        raise
+    _write_features(folder, tables, size)
+
+
+def _write_features(folder: Path | None, tables: ItemTables, size: int) -> None:
     if tables.featured is not None:
         names = tables.featured.features.names_V
         schema = [("feature", pa.string()), ("value", pa.string()), ("vector", pa.list_(pa.float32(), size))]
         columns = {"feature": [feature for feature, _ in names], "value": [value for _, value in names]}
-        _write(folder and folder / _FEATURE_ROWS, pa.schema(schema), columns, pieces(len(names), tables.featured.table.read, leads))
+        _write(folder and folder / _FEATURE_ROWS, pa.schema(schema), columns, pieces(len(names), tables.featured.table.read, folder is not None))
 
 
 def _write(path: Path | None, schema: pa.Schema, columns: Mapping[str, Any], vectors: Iterator[Tensor] | None) -> None:
@@ -138,6 +146,12 @@ class _Earlier:
     def __init__(self, folder: Path, size: int) -> None:
         self._folder = folder
         found = self._open(_VECTORS).schema_arrow.field("vector").type.list_size
+        if (folder / _ITEM_ROWS).is_file():
+            vectors, rows = (self._open(name).metadata.num_rows for name in (_VECTORS, _ITEM_ROWS))
+            if vectors != rows:
+                raise Corrupt(
+                    f"{folder} has {vectors} items in {_VECTORS} and {rows} in {_ITEM_ROWS}: copy the model folder again, or train without a checkpoint"
+                )
         if found != size:
             raise Conflict(f"{folder} has vectors of {found} numbers and retriever.hidden_size is {size}: give the same, or another checkpoint")
 

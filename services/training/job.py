@@ -45,7 +45,7 @@ from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
-from semantide.shared.table_snapshots import TableSnapshot
+from semantide.shared.table_snapshots import SNAPSHOTS, TableSnapshot
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
@@ -374,6 +374,8 @@ def _checkpoint_folder(job: JobContext, said: str) -> Path:
     """Where the checkpoint is: a stored model, or a folder that imports may read."""
     if said.startswith("models/"):
         return job.store.get(said)
+    if said.startswith(f"{SNAPSHOTS}/"):
+        raise BadData(f"checkpoint {said[:30]}... is what changed in a table since another artifact, and no whole model: give a stored model (models/...)")
     folders, private = job.settings.import_folders, job.settings.data_dir.resolve()
     wanted = Path(said)
     candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]

@@ -18,7 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from semantide.services.training.heartbeat import Watch
-from semantide.shared.errors import JobCancelled, PermanentError
+from semantide.shared.errors import BrokerUnavailable, JobCancelled, PermanentError
+from semantide.shared.jobs import AGAIN
 
 _STOP_SECONDS = 15
 """How long ranks may take for a last checkpoint when they are asked to stop, seconds; less than a job's own process has."""
@@ -40,7 +41,8 @@ def launch(
     ``failed`` says what a rank itself has said of its end, where that is no reason to try again; ``lost`` hears of each attempt that is made again; ``watch``
     ends ranks that hang.
 
-    Raises: what ``failed`` says, JobCancelled when this process is asked to stop, PermanentError after the last attempt.
+    Raises: what ``failed`` says, JobCancelled when this process is asked to stop, BrokerUnavailable when a rank ended for want of it, which is no attempt,
+    PermanentError after the last attempt.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -54,6 +56,8 @@ def launch(
             except ChildFailedError as error:
                 if cause := failed():
                     raise cause from error
+                if any(failure.exitcode == AGAIN for failure in error.failures.values()):
+                    raise BrokerUnavailable("a rank found the broker away: all ranks start again from the last checkpoint") from error
                 how = (watch.said if watch is not None else "") or _how(error)
                 if attempt == plan.attempts:
                     raise PermanentError(f"{how}, in the last of {attempt} attempts: see the job's log; the last good checkpoint stays") from error

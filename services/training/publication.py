@@ -24,7 +24,7 @@ from torch import Tensor
 
 from semantide.services.training.retrieval_objective import ITEMS, NextItemSampled
 from semantide.services.training.world import World
-from semantide.shared.errors import SemantideError
+from semantide.shared.errors import SemantideError, StoreUnavailable
 from semantide.shared.table_snapshots import RowsFile, Words, row_digests, told, total, write_card
 
 LINKS = 64
@@ -98,7 +98,7 @@ class Publication:
         else:
             self._told[-1].append(new.ref)
         for ref in (ref for chain in self._told[:-_CHAINS] for ref in chain):
-            with suppress(OSError):
+            with suppress(OSError, StoreUnavailable):
                 self._store.drop(ref)
         del self._told[:-_CHAINS]
 

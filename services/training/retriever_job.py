@@ -20,7 +20,7 @@ from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.world import World
 from semantide.shared.contracts import TablePublished
 from semantide.shared.dataset import Dataset
-from semantide.shared.errors import Conflict
+from semantide.shared.errors import Conflict, TransientError
 from semantide.shared.event_actions import EventActions, of_training
 from semantide.shared.jobs import JobContext
 from semantide.shared.models.retriever import ItemVectors, Retriever
@@ -73,13 +73,20 @@ def assemble(
 
 
 def write_retriever(folder: Path | None, objective: NextItemSampled, tables: ItemTables, config: TrainConfig, item_ids: Sequence[str]) -> None:
-    """Into the folder that the leading rank gives; the others give their rows of the tables. All ranks call this."""
+    """Into the folder that the leading rank gives; the others give their rows of the tables. All ranks call this, and it ends on all of them where the
+    leading rank cannot write.
+
+    Raises: OSError, TransientError where the disk did not take it.
+    """
     vectors = pieces(len(item_ids), objective.read, folder is not None)
     try:
         if folder is not None:
             objective.model.save_pretrained(folder, vectors, item_ids)
-    finally:
+    except (OSError, TransientError):
         drained(vectors)
+        write_rows(None, tables, config)  # the others give these rows too
+        raise
+    drained(vectors)
     write_rows(folder, tables, config)
 
 

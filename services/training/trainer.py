@@ -1,8 +1,8 @@
 """The training loop: batch, step, validate, keep the best, and be able to go on from any kill.
 
 A resumed run computes bit for bit what the uninterrupted one would have: parameters, optimiser, average, random numbers, and the sampler's
-place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed. Of several processes each takes its share of
-every batch; gradients are summed and divided by the targets of all, so a step is the one that a single process would make. What surrounds the
+place are part of every checkpoint, and when checkpoints are taken changes nothing that is computed (but with copies of tables that meet periodically, where
+each is a meeting). Of several processes each takes its share of every batch; gradients are summed and divided by the targets of all, so a step is the one that a single process would make. What surrounds the
 computing of a step (loading, the tables' rows and their updates) is the pipeline's.
 """
 

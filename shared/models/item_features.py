@@ -83,5 +83,5 @@ def _values(items: pa.Table, feature: str) -> Sequence[Sequence[str]]:
     if feature.startswith(_ATTRIBUTE) and "attributes" in columns:
         name = feature.removeprefix(_ATTRIBUTE)
         attributes = (json.loads(text) if text else {} for text in items["attributes"].to_pylist())
-        return [[str(own[name])] if own.get(name) else [] for own in attributes]
+        return [[] if own.get(name) in (None, "") else [str(own[name])] for own in attributes]
     return [[] for _ in range(items.num_rows)]

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from semantide.shared.errors import Conflict, Corrupt, NotFound
+from semantide.shared.errors import Conflict, Corrupt, NotFound, TransientError
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.vocabulary import Layout
 
@@ -93,9 +93,15 @@ def _indexed(path: Path) -> list[str]:
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``model.safetensors``."""
+    """Write ``model.safetensors``.
+
+    Raises: OSError, TransientError where the disk did not take it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, str(folder / _WEIGHTS), metadata={"format": "pt"})
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, str(folder / _WEIGHTS), metadata={"format": "pt"})
+    except SafetensorError as error:  # what it makes of an OSError
+        raise TransientError(f"{folder / _WEIGHTS} could not be written ({error}): make room there, then resume the job") from error
 
 
 def fill(module: torch.nn.Module, tensors: Mapping[str, Tensor], source: Path, assign: bool = False) -> None:

@@ -13,7 +13,7 @@ from semantide.shared.errors import TransientError
 _BATCH = 20
 
 
-@dataclass
+@dataclass(eq=False)
 class Sender(threading.Thread):
     """Sends batches of events with ids of their own; a batch whose fate is unknown is sent again as it is."""
 
@@ -66,7 +66,7 @@ class Sender(threading.Thread):
             time.sleep(0.2)
 
 
-@dataclass
+@dataclass(eq=False)
 class Asker(threading.Thread):
     """Asks the same few questions and compares with the first answers."""
 

@@ -134,12 +134,6 @@ def test_images_are_small(stack: ComposeStack, image: Any, engine: Any, capsys: 
     sizes = {name: int(engine.docker("image", "inspect", "--format", "{{.Size}}", name).stdout) for name in ("semantide:test", operator)}
     layers = engine.docker("history", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", "semantide:test").stdout.splitlines()
     show(capsys, *(f"  {name}: {size / 1e6:,.0f} MB" for name, size in sizes.items()), *(f"    {line[:110]}" for line in layers if not line.startswith("0 ")))
-    # Where torch came from an index of CPU wheels.
-    if (
-        "cuda"
-        not in engine.docker("run", "--rm", "--entrypoint", "python", "semantide:test", "-c", "import torch; print(torch.version.cuda and 'cuda')").stdout
-    ):
-        assert sizes["semantide:test"] < 1.2e9
     assert sizes[operator] < 150e6
 
 

@@ -204,6 +204,9 @@ class Accelerator:
                 assert event.recorded, "waits for what was never queued"
                 log.append(("wait", event))
 
+            def wait_stream(self, stream: Any) -> None:
+                log.append(("wait for all", stream))
+
         self.Event, self.Stream, self._main = Event, Stream, Stream()
 
     def current_stream(self) -> Any:
@@ -225,7 +228,9 @@ def test_a_table_on_the_host_comes_through_two_buffers(precision: str, monkeypat
     monkeypatch.setattr(SegmentRows, "_pinned", lambda self, count: torch.full((count, self._stored.size), 77, dtype=self._stored.table_UD.dtype))
     agree(outcome(segmented, arguments), expected)
     # A buffer is written again only after what was computed with it has been queued, and the host's only after it has left.
-    assert {kind for kind, _ in fake.log} == {"record", "wait", "synchronize"}
+    assert {kind for kind, _ in fake.log} == {"record", "wait", "synchronize", "wait for all"}
+    # And first of all once what was queued before, which may still read the memory that the buffers got.
+    assert fake.log[0] == ("wait for all", fake.current_stream())
     stored = Stored.of(arguments["vectors_UD"].detach(), "float32")
     fake.log.clear()
     segments = [torch.tensor([number, number + 1]) for number in range(5)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from semantide.shared import queues as queue_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import JobSpec, ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
-from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, JobCancelled
+from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, JobCancelled, StoreUnavailable
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.models.retriever import ItemVectors, Retriever
@@ -29,6 +31,7 @@ from semantide.shared.negative_shards import NegativeShards, ShardBoard, shard_k
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 from semantide.shared.queues import queue_name
 from semantide.shared.room import Room
+from semantide.shared.table_snapshots import SNAPSHOTS, RowsFile, row_digests, told, total, write_card
 
 
 @pytest.fixture
@@ -141,6 +144,27 @@ def test_a_run_goes_on_without_room_or_broker(room: Room, dataset: str) -> None:
     assert shards.drawn_here == 2 and 5 <= clock.now < 6, "it waits once, not for every shard"
 
 
+def test_a_run_goes_on_without_the_store_and_what_it_could_not_take_away_is_swept(room: Room, dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = NegativesWanted(dataset=dataset, mix={"popularity": 3})
+    shards = shards_of(room, wanted, room.send, Clock())
+    for epoch in (0, 1):
+        for number in range(shards.source.num_shards):
+            tasks.draw_shard(wanted.model_copy(update={"epoch": epoch, "shard": number}), room)
+    everything = np.arange(shards.source.num_events)
+    shards.draw(0, everything)
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreUnavailable("the store is away")
+
+    with monkeypatch.context() as patched:
+        for name in ("get", "remove"):
+            patched.setattr(ArtifactStore, name, away)
+        assert np.array_equal(shards.draw(1, everything), np.concatenate([shards.source.shard(0, 1, number) for number in range(shards.source.num_shards)]))
+    board = ShardBoard(room.broker, room.store)
+    assert board.waiting() == 2 * shards.source.num_shards
+    assert board.sweep(time.time() + 2 * negative_shards.KEPT_SECONDS) == 2 * shards.source.num_shards and not room.store.list("negatives")
+
+
 def test_what_runs_leave_behind_is_swept_a_day_later(room: Room, dataset: str) -> None:
     message = NegativesWanted(dataset=dataset, mix={"popularity": 2})
     tasks.draw_shard(message, room)
@@ -242,6 +266,28 @@ def test_of_a_retriever_the_best_items_are_taken_that_the_user_did_not_have(room
         assert names[row].tolist() == expected[:6]
     wanted = NegativesWanted(dataset=dataset, beams=outcome.artifacts["beams"], mix={"beams": 3}, seed=1)
     assert (NegativeSource.of(wanted, store).shard(1, 0, 0) >= 0).any(), "what was found can be trained on"
+
+
+def test_the_newest_table_of_a_run_that_publishes_is_searched_like_a_whole_model(
+    room: Room, store: ArtifactStore, dataset: str, retriever: str, tmp_path: Path
+) -> None:
+    """A link that changes every vector, against a model that has those vectors."""
+    folder = store.get(retriever)
+    model, names = Retriever.from_pretrained(folder), ItemVectors.load(folder).item_ids
+    vectors = torch.randn(len(names), 16, generator=torch.Generator().manual_seed(9))
+    for name in ("whole", "link"):
+        model.save_dense(tmp_path / name)
+        shutil.copy(folder / "semantide.json", tmp_path / name)
+    model.save_pretrained(tmp_path / "whole", vectors, names)
+    rows = RowsFile(tmp_path / "link" / "rows-00000.parquet", 16)
+    rows.add(names, vectors)
+    rows.close()
+    write_card(tmp_path / "link", retriever, 1, told(total(row_digests(names, vectors))), [])
+    found = []
+    for ref in (store.put("models", tmp_path / "whole"), store.put(SNAPSHOTS, tmp_path / "link"), retriever):
+        outcome = job.run(context(room, inputs={"dataset": dataset, "model": ref}, config={"width": 6, "points": 3}))
+        found.append(BeamLists.load(store.get(outcome.artifacts["beams"])).rows_CW)
+    assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
 
 
 def test_a_cancelled_search_goes_on_where_it_was(room: Room, dataset: str, catalog: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import JobSpec
-from semantide.shared.errors import BadData, JobCancelled, PermanentError, RankLost
+from semantide.shared.errors import BadData, BrokerUnavailable, JobCancelled, PermanentError, RankLost, StoreUnavailable
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome, run_rank
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
@@ -44,6 +44,12 @@ def test_the_first_fault_counts_and_a_lost_neighbour_is_none(rank: Any) -> None:
     assert isinstance(failure, PermanentError) and str(failure) == "rank 1: BadData: row 7"
     forget_ranks(rank.workdir)
     assert rank_failure(rank.workdir) is None
+
+
+def test_a_broker_that_is_away_is_no_fault_and_a_store_that_is_counts(rank: Any) -> None:
+    assert rank(0, raising(BrokerUnavailable("away"))) == AGAIN
+    assert rank(1, raising(StoreUnavailable("away"))) == 1
+    assert rank_failure(rank.workdir) is None, "both may pass"
 
 
 def test_a_stopped_rank_leaves_nothing(rank: Any) -> None:

@@ -148,6 +148,27 @@ def test_a_row_that_one_group_touched_is_as_in_the_exact_mode() -> None:
         assert drift == 0.0
 
 
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_periodic_copies_that_are_taken_up_again_are_those_of_a_run_left_alone(at: int) -> None:
+    """A checkpoint settles; what comes after it is the same with the tables that made it and with new ones."""
+
+    def work(world: Any, again: bool) -> dict[str, Tensor]:
+        table = hierarchical_table(20, world, 1, part(20, "adam"), every=3)
+        for number in range(8):
+            if number == at:
+                table.settle()
+                if again:
+                    saved = {name: tensor.clone() for name, tensor in table.state().items()}
+                    table = hierarchical_table(20, world, 1, part(20, "adam"), every=3)
+                    table.load(saved)
+            step(table, *asked(20, world.rank, number))
+        return {name: tensor.clone() for name, tensor in table.state().items()}
+
+    alone, again = on_threads(2, lambda world: work(world, False)), on_threads(2, lambda world: work(world, True))
+    for one, other in zip(alone, again, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_copies_drift_apart_less_when_they_meet_more_often() -> None:
     def drift(every: int) -> float:
         def work(world: Any) -> float:

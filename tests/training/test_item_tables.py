@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -22,10 +23,11 @@ from semantide.services.training.objective import LossSum, TableRows
 from semantide.services.training.rankers import RetrieverRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retrieval_objective import FEATURES, ITEMS, NextItemSampled
+from semantide.services.training.retriever_job import write_retriever
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.services.training.world import World
 from semantide.shared.dataset import Dataset
-from semantide.shared.errors import Conflict, Corrupt, JobCancelled
+from semantide.shared.errors import Conflict, Corrupt, JobCancelled, TransientError
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.item_rows import TableGrowth
 from semantide.shared.models.retriever import ItemVectors, Retriever, RetrieverConfig
@@ -180,6 +182,9 @@ def test_an_earlier_model_of_another_size_or_a_damaged_one_is_refused(ring: Data
     stored(tmp_path / "model", ring, configured())
     with pytest.raises(Conflict, match=r"vectors of 8 numbers and retriever\.hidden_size is 16"):
         item_tables(ring, counts_of(ring), replace(configured(), retriever=replace(SHAPE, hidden_size=16)), World.single(), 0, tmp_path / "model")
+    pq.write_table(pa.table({"own": [True] * 3}), tmp_path / "model" / "item_rows.parquet")
+    with pytest.raises(Corrupt, match=r"60 items in vectors\.parquet and 3 in item_rows\.parquet"):
+        item_tables(ring, counts_of(ring), configured(growth=GROWTHS[2]), World.single(), 0, tmp_path / "model")
     (tmp_path / "model" / "vectors.parquet").write_bytes(b"no")
     with pytest.raises(Corrupt, match="cannot be read"):
         item_tables(ring, counts_of(ring), configured(), World.single(), 0, tmp_path / "model")
@@ -239,3 +244,23 @@ def test_a_stopped_run_with_shared_rows_and_features_ends_as_one_left_alone(ring
     assert again.trainer.run() == state
     for name, table in again.objective.tables.items():
         assert all(torch.equal(tensor, whole.objective.tables[name].state()[key]) for key, tensor in table.state().items())
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "vectors.parquet", "item_rows.parquet", "feature_rows.parquet"])
+def test_a_model_that_cannot_be_written_leaves_no_rank_waiting(ring: Dataset, tmp_path: Path, broken: str) -> None:
+    """A folder lies where the leading rank is to write a file; all ranks go on together afterwards."""
+    ring, config = with_features(ring), configured(features=("categories",), growth=TableGrowth("hash", 7))
+    (tmp_path / broken).mkdir()
+
+    def work(world: Any) -> tuple[str, Tensor]:
+        objective, tables = objective_of(ring, config, world)
+        failed = ""
+        try:
+            write_retriever(tmp_path if world.leads else None, objective, tables, config, ring.item_ids)
+        except (OSError, TransientError) as error:
+            failed = str(error)
+        return failed, objective.read(torch.arange(60) if world.leads else torch.arange(3))
+
+    (failed, vectors), (other, some) = on_threads(2, work)
+    assert broken in failed and not other
+    assert torch.equal(vectors[:3], some)

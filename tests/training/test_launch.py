@@ -9,9 +9,9 @@ from semantide.services.training.job import run
 from semantide.services.training.launch import Launch, launch
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import ENDED, JobSpec
-from semantide.shared.errors import BadData, PermanentError
+from semantide.shared.errors import BadData, BrokerUnavailable, PermanentError
 from semantide.shared.job_runner import JobRunner
-from semantide.shared.jobs import JobContext, Jobs
+from semantide.shared.jobs import AGAIN, JobContext, Jobs
 from semantide.shared.table_snapshots import TableSnapshot
 
 
@@ -46,6 +46,11 @@ def test_attempts_end(tmp_path: Path) -> None:
 def test_what_cannot_succeed_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(PermanentError, match="the loss is nan"):
         launch(shell("exit 1"), Launch(1, 5), failed=lambda: PermanentError("the loss is nan"), lost=lambda *_: pytest.fail("tried again"))
+
+
+def test_a_broker_that_is_away_costs_no_attempt(tmp_path: Path) -> None:
+    with pytest.raises(BrokerUnavailable, match="start again"):
+        launch(shell(f"test $RANK = 1 && exit {AGAIN}; sleep 100"), Launch(2, 1), failed=lambda: None, lost=lambda *_: pytest.fail("counted"))
 
 
 def test_a_wrong_number_of_processes_is_bad_data(make_job: Callable[..., JobContext], inputs: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ from semantide.services.training.world import World
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import TablePublished
 from semantide.shared.dataset import Dataset
-from semantide.shared.errors import BadData, JobCancelled
+from semantide.shared.errors import BadData, JobCancelled, StoreUnavailable
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.table_snapshots import SNAPSHOTS, TableSnapshot
 
@@ -107,6 +107,8 @@ def test_a_missing_link_leaves_what_answers_as_it_is(make_job: MakeJob, make_roo
     watch.poll()
     assert watch.current is not None
     before = answers(watch.current)
+    with pytest.raises(BadData, match="what changed in a table"):
+        run(make_job("train", recipe="retriever-tiny", config={**CONFIG, "checkpoint": told[1].model}, inputs={"dataset": inputs["dataset"]}))
     store.remove(told[2].model)
     tasks.follow_table(told[3], room)
     watch.poll()
@@ -250,7 +252,15 @@ def test_what_serving_has_long_left_behind_is_taken_away(ring: Dataset, tmp_path
         objective.model.save_pretrained(tmp_path / f"base-{step}", pieces(60, objective.read, True), ring.item_ids)
         return store.put("models", tmp_path / f"base-{step}")
 
-    keep = Store(lambda made, step: store.put(SNAPSHOTS, made), store.remove, lambda ref, step: told.append(ref), lambda step, why: pytest.fail(why))
+    dropped: list[str] = []
+
+    def drop(ref: str) -> None:
+        dropped.append(ref)
+        if len(dropped) == 1:
+            raise StoreUnavailable("the store is away for a moment, which is no matter for training")
+        store.remove(ref)
+
+    keep = Store(lambda made, step: store.put(SNAPSHOTS, made), drop, lambda ref, step: told.append(ref), lambda step, why: pytest.fail(why))
     publication, link = Publication(World.single(), objective, ring.item_ids, tmp_path / "link", base, keep), Link()
     for step in range(8):
         objective.tables[ITEMS].weight_ND[step] += 1
@@ -259,7 +269,7 @@ def test_what_serving_has_long_left_behind_is_taken_away(ring: Dataset, tmp_path
         link = made
     kinds = [ref.split("/")[0] for ref in told]
     assert kinds == ["models", SNAPSHOTS, SNAPSHOTS, "models", SNAPSHOTS, SNAPSHOTS, "models", SNAPSHOTS]
-    assert set(store.list(SNAPSHOTS)) == {told[4], told[5], told[7]} and len(store.list("models")) == 3
+    assert dropped == told[1:3] and set(store.list(SNAPSHOTS)) == {told[1], told[4], told[5], told[7]} and len(store.list("models")) == 3
     assert torch.equal(TableSnapshot.load(store.get, told[-1]).vectors_ND, objective.tables[ITEMS].weight_ND)
 
 

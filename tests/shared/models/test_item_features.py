@@ -39,6 +39,8 @@ def test_all_features_lie_in_one_table_one_after_another() -> None:
     features = ItemFeatures.of(table([["b"], ["a", "b"], ["a"]]), ["attributes.brand", "categories"])
     assert features.names_V == (("attributes.brand", "brand 0"), ("attributes.brand", "brand 1"), ("categories", "a"), ("categories", "b"))
     assert features.asked(torch.tensor([1, 0])).tolist() == [1, 2, 3, 3]
+    zeros = pa.table({"attributes": [json.dumps(own) for own in ({"shelf": 0}, {"shelf": False}, {"shelf": None}, {"shelf": ""}, {})]})
+    assert ItemFeatures.of(zeros, ["attributes.shelf"]).lengths(torch.arange(5)).tolist() == [1, 1, 0, 0, 0], "0 is a value too"
     with pytest.raises(ValueError, match=r"'attributes.size', which no item"):
         ItemFeatures.of(table([["b"]]), ["attributes.size"])
     with pytest.raises(ValueError, match="no item"):

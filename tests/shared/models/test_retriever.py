@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantide.shared.errors import Conflict, Corrupt, NotFound
+from semantide.shared.errors import Conflict, Corrupt, NotFound, TransientError
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.retriever import ItemVectors, Retriever, RetrieverConfig
 from semantide.shared.models.retriever_search import ExactSearch
@@ -122,6 +122,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         model(torch.zeros(14, 16), torch.zeros(14, dtype=torch.bool), torch.tensor([0, 14]), torch.zeros(14, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"vectors \(3, 16\) for 2 items"):
         model.save_pretrained(tmp_path, torch.zeros(3, 16), ["a", "b"])
+    (tmp_path / "full" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(TransientError, match="make room there"):
+        model.save_dense(tmp_path / "full")
     model.save_pretrained(tmp_path, torch.zeros(2, 16), ["a", "b"])
     (tmp_path / "vectors.parquet").write_bytes(b"PAR1")
     with pytest.raises(Corrupt, match="damaged"):
