@@ -69,8 +69,11 @@ types: install  ## mypy --strict
 	(cd tests/benchmarks && MYPYPATH=$$folder:. "$$here/$(BIN)/mypy" --config-file "$$here/pyproject.toml" --cache-dir "$$here/.mypy_cache" $(LOOSELY) $$(ls *.py | grep -v ^test_)) || status=$$?; \
 	rm -rf $$folder; exit $$status
 
+BENCHMARKS := ingestion semantic_ids quality swap staged_attention jagged_attention jagged_embedding negatives beam_select constraint decode data_pipeline pipeline semi_async \
+	checkpoint table_snapshots load_balancing weak_scaling scale_simulation mfu placement npu_trace reconcile serving soak service_balance
+
 bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
-	@status=0; for benchmark in ingestion semantic_ids quality swap staged_attention beam_select constraint decode pipeline semi_async placement npu_trace reconcile serving soak service_balance; do data=""; echo "== $$benchmark"; \
+	@status=0; for benchmark in $(BENCHMARKS); do data=""; echo "== $$benchmark"; \
 	case $$benchmark in semantic_ids|quality) \
 		if ! test -f "$(DATA)/beauty.seq"; then echo "passed over: no beauty.seq in $(DATA), name its folder with make bench DATA=..."; continue; fi; data="--data $(DATA)";; esac; \
 	$(BIN)/python tests/benchmarks/$$benchmark.py --quick $$data || status=1; done; exit $$status
@@ -82,7 +85,7 @@ down: install  ## Stop the stack of this folder
 	$(BIN)/semantide down
 
 .env:
-	umask 077; echo "SEMANTIDE_API_KEYS=$$($(BIN)/python -c 'import secrets; print(secrets.token_hex(24))')" > $@
+	key=$$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n'); umask 077; echo "SEMANTIDE_API_KEYS=$$key" > $@
 
 COMPOSE = TORCH_INDEX="$(TORCH_INDEX)" $(if $(OBSERVABILITY),SEMANTIDE_OTLP_ENDPOINT=http://collector:4318) docker compose $(if $(OBSERVABILITY),--profile observability)
 
@@ -90,7 +93,7 @@ compose-up: install .env  ## The rooms as containers; OBSERVABILITY=1 adds a col
 	$(COMPOSE) up --build --wait
 
 compose-down: .env  ## Stop the containers; their volumes stay
-	docker compose --profile observability down
+	docker compose --profile observability --profile replicas down
 
 demo-compose: compose-up  ## The whole loop on real data, through the containers
 	set -a; . ./.env; SEMANTIDE_URL=http://127.0.0.1:$${SEMANTIDE_PORT:-8000} SEMANTIDE_DATA_DIR=.demo/compose $(BIN)/semantide demo --running --dataset $(DATASET)

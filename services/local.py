@@ -85,7 +85,8 @@ def route(settings: Settings) -> None:
 
     telemetry.start("router", settings)
     names = [name.strip() for name in settings.route_to.split(",") if name.strip()]
-    router = Router(names, settings.route_patience_seconds, settings.serving_deadline_seconds + _ROUTE_SECONDS, time.monotonic)
+    answer_seconds = settings.serving_deadline_seconds + _ROUTE_SECONDS
+    router = Router(names, settings.route_patience_seconds, answer_seconds, settings.max_body_bytes, time.monotonic)
     server = Server(Gate(router, api_keys(settings), settings.max_body_bytes), settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()

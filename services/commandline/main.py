@@ -50,15 +50,15 @@ OnCluster = Annotated[
 
 
 def _wish(options: list[str] | None) -> ClusterWish:
-    return ClusterWish.model_validate(_config(options))
+    return ClusterWish.model_validate(_config(options, "--cluster", "pods=4"))
 
 
-def _config(overrides: list[str] | None) -> dict[str, Any]:
+def _config(overrides: list[str] | None, option: str = "--set", example: str = "epochs=5") -> dict[str, Any]:
     config: dict[str, Any] = {}
     for text in overrides or []:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ValueError(f"--set {text!r} is not NAME=VALUE: write for example --set epochs=5")
+            raise ValueError(f"{option} {text!r} is not NAME=VALUE: write for example {option} {example}")
         try:
             config[name] = json.loads(value)
         except json.JSONDecodeError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +17,11 @@ _IDLE_KEPT = 64
 
 
 class ReplicaGone(Exception):
-    """The replica cannot be reached, or left before its answer was whole."""
+    """The replica cannot be reached, or (``had_request``) left before its answer was whole."""
+
+    def __init__(self, message: str, *, had_request: bool = False) -> None:
+        super().__init__(message)
+        self.had_request = had_request
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,11 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ReplicaGone(f"it does not speak HTTP/1.1 ({error})"))
+            self._fail(ReplicaGone(f"it does not speak HTTP/1.1 ({error})", had_request=True))
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._fail(ReplicaGone(str(error or "it closed the connection")))
+        self._fail(ReplicaGone(str(error or "it closed the connection"), had_request=True))
 
     def _fail(self, error: Exception) -> None:
         if self._answer is not None and not self._answer.done():
@@ -124,10 +127,13 @@ class ReplicaConnections:
         lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\ncontent-length: %d\r\n" % (method.encode(), target, self.address.encode(), len(body))]
         lines += [b"%s: %s\r\n" % (name, value) for name, value in headers if name.lower() not in (*_HOP_BY_HOP, b"host", b"content-length")]
         request = b"".join([*lines, b"\r\n", body])
+        had = False
         while repeatable and (kept := self._take()) is not None:
-            with suppress(ReplicaGone):
+            try:
                 return self._kept(kept, await kept.ask(request))
-        fresh = await self._connect()
+            except ReplicaGone as gone:
+                had |= gone.had_request
+        fresh = await self._connect(had)
         return self._kept(fresh, await fresh.ask(request))
 
     def close(self) -> None:
@@ -150,10 +156,10 @@ class ReplicaConnections:
                 connection.close()
         return reply
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, had_request: bool) -> _Connection:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
         except (OSError, TimeoutError) as error:
-            raise ReplicaGone(f"{self.address} cannot be reached ({type(error).__name__}: {error})") from error
+            raise ReplicaGone(f"{self.address} cannot be reached ({type(error).__name__}: {error})", had_request=had_request) from error
         return connection

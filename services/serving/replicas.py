@@ -69,7 +69,7 @@ class Asked:
         """What a recommendation request says; whatever is wrong with it is the replica's to say."""
         try:
             said = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return cls()
         if not isinstance(said, dict):
             return cls()

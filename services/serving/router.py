@@ -2,7 +2,8 @@
 
     discover   names -> addresses, each second: a headless Service, or a plain list
     probe      GET /readyz of each replica: who is not ready gets nothing new
-    forward    a recommendation that a replica did not answer whole (it left, it answered 503 or 429) is asked of the next one; without any it waits
+    forward    a recommendation that a replica did not answer whole (it left, it answered 503 or 429) is asked of the next one; without any it waits,
+               but not for ever, and one that replicas do not survive is not handed round
 
 Recommendations and everything that only reads may be asked twice; what changes something is sent once, and its sender hears when nobody can tell what came of it.
 An ASGI application; ``services/local.py`` puts the gate with keys and limits before it and runs it.
@@ -31,6 +32,7 @@ _PROBE_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0  # of a probe
 _PAUSE_SECONDS = 0.05  # before all replicas are asked once more
 _UNAVAILABLE_SECONDS = 1.0  # for replicas that answer 503
+_MOST_LEFT = 3  # replicas that left while they had one and the same request: it is likely to be the cause
 _READING = ("GET", "HEAD", "OPTIONS")
 
 Scope = dict[str, Any]
@@ -41,12 +43,15 @@ Send = Callable[[dict[str, Any]], Any]
 class Router:
     """Forwards requests to replicas. ``names`` are as in http://semantide-serving:8000; every address that a host has is a replica."""
 
-    def __init__(self, names: Sequence[str], patience_seconds: float, answer_seconds: float, clock: Callable[[], float]) -> None:
-        """``patience_seconds`` is how long a request waits for a replica, ``answer_seconds`` how long a recommendation may take before its replica counts as gone."""
+    def __init__(self, names: Sequence[str], patience_seconds: float, answer_seconds: float, max_body_bytes: int, clock: Callable[[], float]) -> None:
+        """``patience_seconds`` is how long a request waits for a replica, ``answer_seconds`` how long a recommendation may take before its replica counts as gone.
+
+        A request is kept whole, to be asked again: one of more than ``max_body_bytes`` is refused.
+        """
         self._names = [_host_and_port(name) for name in names]
         if not self._names:
             raise ValueError("no replicas to route to: name them in SEMANTIDE_ROUTE_TO, as in http://semantide-serving:8000")
-        self._patience, self._answer_seconds, self._clock = patience_seconds, answer_seconds, clock
+        self._patience, self._answer_seconds, self._max_body, self._clock = patience_seconds, answer_seconds, max_body_bytes, clock
         self.replicas = Replicas()
         self._connections: dict[str, ReplicaConnections] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -162,15 +167,18 @@ class Router:
 
     async def _unless_left(self, scope: Scope, receive: Receive) -> Reply | None:
         """The answer, or None when the client left: its work is then given up at the replica too."""
-        body = b""
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
+            if len(body) > self._max_body:
+                # The gate leaves uploads to the room that takes them piece by piece, which is not behind a router.
+                return self._ended(_json(413, _error("TooLarge", f"the body is larger than {self._max_body} bytes: send files to an API of ingestion")))
             if not message.get("more_body", False):
                 break
-        answering = asyncio.create_task(self.forward(scope["method"], _target(scope), scope["headers"], body))
+        answering = asyncio.create_task(self.forward(scope["method"], _target(scope), scope["headers"], bytes(body)))
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +200,10 @@ class Router:
         began = self._clock()
         tried: set[str] = set()
         last: Reply | None = None
+        left = 0
         while True:
+            if self._clock() - began >= self._patience + self._answer_seconds:
+                return self._ended(last or _unavailable(len(list(self.replicas))))
             replica = self.replicas.choose(asked, tried)
             if replica is None:
                 # Where replicas answer, and all in the same way, waiting for long changes nothing.
@@ -214,6 +225,12 @@ class Router:
                 if not repeatable:
                     return self._ended(
                         _json(502, _error("ReplicaGone", f"the replica left before it answered ({gone}): look whether it was done, then send it again"))
+                    )
+                left += isinstance(gone, ReplicaGone) and gone.had_request
+                if left == _MOST_LEFT:
+                    self._log.error("replicas leave while they have one and the same request: it is given up", replicas=left, last=replica.address)
+                    return self._ended(
+                        _json(502, _error("ReplicaGone", f"{left} replicas left while they had this request, so no other is asked: see their logs"))
                     )
                 self._again.labels("gone").inc()
                 last = None
@@ -245,9 +262,14 @@ def _host_and_port(name: str) -> tuple[str, int]:
     Raises: ValueError.
     """
     parts = urlsplit(name if "//" in name else f"//{name}")
-    if not parts.hostname or parts.scheme not in ("", "http") or parts.path.strip("/"):
+    try:
+        host, port = parts.hostname or "", parts.port or 8000
+        host.encode("idna")
+    except ValueError as error:
+        raise ValueError(f"route_to {name!r} is no address of replicas ({error}): write http://host:port") from error
+    if not host or parts.scheme not in ("", "http") or parts.path.strip("/"):
         raise ValueError(f"route_to {name!r} is no address of replicas: write http://host:port")
-    return parts.hostname, parts.port or 8000
+    return host, port
 
 
 def _json(status: int, value: Any) -> Reply:

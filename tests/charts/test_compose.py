@@ -125,6 +125,9 @@ def test_prometheus_asks_every_process_and_the_collector(compose: dict[str, Any]
     config = yaml.safe_load((REPOSITORY / "docker" / "prometheus.yaml").read_text())
     jobs = {job["job_name"]: [target for group in job["static_configs"] for target in group["targets"]] for job in config["scrape_configs"]}
     assert set(jobs["semantide"]) == {f"{name}:{service['environment']['SEMANTIDE_METRICS_PORT']}" for name, service in rooms.items()}
+    (spread,) = (job["dns_sd_configs"] for job in config["scrape_configs"] if "dns_sd_configs" in job)
+    port = int(compose["services"]["replica"]["environment"]["SEMANTIDE_METRICS_PORT"])
+    assert {(name, each["port"]) for each in spread for name in each["names"]} == {(name, port) for name in SPREAD}
     exporter = yaml.safe_load((REPOSITORY / "docker" / "collector.yaml").read_text())["exporters"]["prometheus"]["endpoint"]
     assert jobs["spans"] == [f"collector:{exporter.rpartition(':')[2]}"]
     mounted = {volume.split(":")[1] for volume in compose["services"]["prometheus"]["volumes"]}
@@ -201,3 +204,15 @@ def test_images_are_installed_from_the_package_s_own_requirements(requirements: 
         requirements.requirements(project, ["cuda"], only=False)
     named = set(re.findall(r"requirements.py --only (\w+)", (REPOSITORY / "Dockerfile").read_text()))
     assert named == {"operator"} <= set(project["optional-dependencies"])
+
+
+def test_what_is_stopped_is_all_that_may_have_been_started(compose: dict[str, Any]) -> None:
+    recipe = (REPOSITORY / "Makefile").read_text().split("\ncompose-down:")[1].split("\n\n")[0]
+    assert set(re.findall(r"--profile (\w+)", recipe)) == {profile for service in compose["services"].values() for profile in service.get("profiles", ())}
+
+
+def test_make_writes_a_key_without_an_installation(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    subprocess.run(["make", "--silent", ".env"], check=True, cwd=tmp_path)
+    assert re.fullmatch(r"SEMANTIDE_API_KEYS=[0-9a-f]{48}\n", (tmp_path / ".env").read_text())
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0

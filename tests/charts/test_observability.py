@@ -109,9 +109,18 @@ def test_a_collector_reaches_every_process(render: Render) -> None:
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
     for name, policy in of_kind(manifests, "NetworkPolicy").items():
-        if not name.endswith("-redis"):
+        # A worker shows the metrics of its jobs.
+        if not name.endswith(("-redis", "-jobs")):
             rule = next(rule for rule in policy["spec"]["ingress"] if rule["ports"] == [{"port": "metrics"}])
             assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule["from"], name
+
+
+@pytest.mark.parametrize("release", ["shop", "semantide", "semantide-prod", "my-semantide2"])
+def test_a_process_that_is_down_is_noticed_whatever_the_release_is_called(lint: ModuleType, release: str) -> None:
+    manifests = yaml.safe_load_all(lint.helm("template", release, str(lint.CHART), *METRICS).stdout)
+    (job,) = (each["metadata"]["name"] for each in manifests if each and each["kind"] == "Service" and each["metadata"]["name"].endswith("-metrics"))
+    expression = next(expression for title, expression in expressions() if title == "SemantideProcessDown")
+    assert re.fullmatch(re.findall(r'job=~"(.*?)"', expression)[0], job)
 
 
 def test_without_metrics_nothing_listens_for_collectors(render: Render) -> None:
@@ -140,6 +149,9 @@ def test_keda_counts_requests_and_jobs(render: Render) -> None:
     assert set(queries) == {"shop-semantide-api", "shop-semantide-worker-training"}
     assert "semantide_serving_queue" in queries["shop-semantide-api"][0] and 'room="training"' in queries["shop-semantide-worker-training"][0]
     assert {name for query in queries.values() for name in asked(query[0])} <= set(made_metrics())
+    pods = re.compile(re.findall(r'pod=~"(.*?)"', queries["shop-semantide-api"][0])[0])
+    assert pods.fullmatch("shop-semantide-api-5d9f8c7b6d-x2x4z")
+    assert not pods.fullmatch("shop-semantide-api-serving-5d9f8c7b6d-x2x4z"), "another API's requests"
 
 
 def test_a_budget_never_holds_up_a_single_replica(render: Render) -> None:

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from semantide.services.commandline.main import _config, _wish
 from semantide.services.commandline.stack import Child, Stack, running_stack, stop_running
 from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
@@ -196,3 +197,11 @@ def test_wrong_use_has_status_2(tmp_path: Path, arguments: list[str]) -> None:
         [*COMMAND, *arguments], env={**os.environ, "SEMANTIDE_DATA_DIR": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=60
     )
     assert outcome.returncode in (1, 2) and "Traceback" not in outcome.stderr and outcome.stderr.strip()
+
+
+def test_a_wrong_option_is_called_by_its_name() -> None:
+    assert _wish(["pods=4", "priority=10"]).pods == 4
+    with pytest.raises(ValueError, match=r"--cluster 'pods' is not NAME=VALUE: write for example --cluster pods=4"):
+        _wish(["pods"])
+    with pytest.raises(ValueError, match=r"--set 'epochs' is not NAME=VALUE: write for example --set epochs=5"):
+        _config(["epochs"])

@@ -82,7 +82,7 @@ def test_work_is_estimated_and_whatever_is_wrong_with_a_body_is_not_judged_here(
     assert Asked.of(b'{"user": "u"}') == Asked("u", 2.0)
     assert Asked.of(b'{"history": ["i1", "i2"], "split_by": "s", "beam_width": 500}').work == pytest.approx(11.01)
     assert Asked.of(b'{"user": "u", "n": 100}').work == 4.0
-    for wrong in (b"", b"[]", b'{"user": 3, "n": "x"', b'{"n": 1e400, "history": 7, "user": {}}', b"\xff", b'{"n": true}'):
+    for wrong in (b"", b"[]", b'{"user": 3, "n": "x"', b'{"n": 1e400, "history": 7, "user": {}}', b"\xff", b'{"n": true}', b"[" * 100_000):
         assert Asked.of(wrong).user is None and Asked.of(wrong).work >= 1
 
 

@@ -62,7 +62,7 @@ class Plain:
 
 @contextmanager
 def routing(addresses: list[str], patience_seconds: float = 30.0, answer_seconds: float = 600.0) -> Iterator[tuple[httpx.Client, Router]]:
-    router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, time.monotonic)
+    router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, 1_000_000, time.monotonic)
     port = free_port()
     server = http.Server(http.Gate(router, [KEY], 1_000_000), "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -191,6 +191,30 @@ def test_half_an_answer_is_none_and_what_changes_something_is_sent_once() -> Non
         assert answer.status_code == 502 and "look whether it was done" in answer.json()["error"]["message"] and len(seen) == 1
 
 
+def test_what_replicas_do_not_survive_is_not_handed_round() -> None:
+    with ExitStack() as stack:
+        cut = [stack.enter_context(cutting()) for _ in range(5)]
+        with routing([address for address, _ in cut]) as (client, _):
+            answer = client.post("/v1/recommendations", json={"user": "u"})
+            assert answer.status_code == 502 and "3 replicas left" in answer.json()["error"]["message"]
+            assert sum(len(seen) for _, seen in cut) == 3
+
+
+def test_a_request_that_no_replica_finishes_comes_to_an_end() -> None:
+    hang = threading.Event()
+
+    def hanging(*_: Any) -> tuple[int, Any]:
+        hang.wait(60)
+        return 200, "late"
+
+    with ExitStack() as stack:
+        stuck = [stack.enter_context(Plain(hanging)) for _ in range(3)]
+        with routing([replica.address for replica in stuck], patience_seconds=0.0, answer_seconds=0.2) as (client, _):
+            assert client.post("/v1/recommendations", json={"user": "u"}).status_code == 503
+            assert sum(replica.asked for replica in stuck) == 1
+        hang.set()
+
+
 def test_a_client_that_leaves_frees_its_replica() -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -231,13 +255,14 @@ def test_keys_and_limits_hold_at_the_router() -> None:
     with Plain(lambda *_: (200, {})) as a, routing([a.address]) as (client, _):
         url = str(client.base_url).rstrip("/")
         assert asyncio.run(post(url, "/v1/recommendations", {"user": "u"}, "wrong"))[0] == 401
-        assert client.post("/v1/recommendations", content=b"x" * 1_000_001).status_code == 413
+        for method, path in (("POST", "/v1/recommendations"), ("PUT", "/v1/uploads/large")):
+            assert client.request(method, path, content=(b"x" * 1000 for _ in range(1001))).status_code == 413
         assert a.asked == 0
 
 
 def test_wrong_names_are_refused() -> None:
-    for wrong in ("ftp://host", "http://host/path", "http://"):
+    for wrong in ("ftp://host", "http://host/path", "http://", "http://host:99999", f"http://{'x' * 64}:8000"):
         with pytest.raises(ValueError, match="route_to"):
-            Router([wrong], 1.0, 1.0, time.monotonic)
+            Router([wrong], 1.0, 1.0, 1, time.monotonic)
     with pytest.raises(ValueError, match="SEMANTIDE_ROUTE_TO"):
-        Router([], 1.0, 1.0, time.monotonic)
+        Router([], 1.0, 1.0, 1, time.monotonic)

@@ -95,6 +95,23 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- dict "processes" $found | toJson -}}
 {{- end -}}
 
+{{/* The rule by which clients reach what serves HTTP. */}}
+{{- define "semantide.httpIngress" -}}
+- ports:
+    - port: http
+  {{- with .Values.networkPolicyApiNamespaces }}
+  from:
+    - podSelector: {}
+    {{- range $namespace, $on := . }}
+    {{- if $on }}
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: {{ $namespace }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+{{- end -}}
+
 {{/* The rule by which a collector reaches the metrics. */}}
 {{- define "semantide.metricsIngress" -}}
 {{- if .Values.metricsEnabled }}
