@@ -17,7 +17,7 @@ from .docker_engine import Engine, redis_image
 from .kubelet import Kubelet
 from .release import CHART, REPOSITORY, Release, unbound
 
-IMAGE_TAG = "test"
+IMAGE_TAG = "cluster-test"
 _SMALL: Object = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "3Gi"}}
 _OPERATOR_SETTINGS = {"leaseSeconds": 4, "roundSeconds": 1, "nodeGraceSeconds": 4, "lostStopSeconds": 1, "stopSeconds": 20, "backoffLimitSeconds": 2}
 
