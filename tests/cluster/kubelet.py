@@ -101,14 +101,18 @@ class Kubelet:
 
     def containers(self) -> list[str]:
         """Identities of this node's running containers."""
-        return self.engine.docker("ps", "--quiet", "--filter", f"label={NODE_LABEL}={self.name}").stdout.split()
+        return self._containers()
+
+    def _containers(self, *options: str) -> list[str]:
+        return self.engine.docker("ps", "--quiet", *options, "--filter", f"label={NODE_LABEL}={self.name}").stdout.split()
 
     def lose(self) -> None:
         """End the kubelet and everything that it runs at once, as when the machine's power goes."""
         self.server.process.kill()
         self.server.process.wait()
-        if found := self.containers():
-            self.engine.docker("kill", *found, check=False)
+        # What is left of them would keep the kubelet of this version from starting again.
+        if found := self._containers("--all"):
+            self.engine.docker("rm", "--force", "--volumes", *found, check=False)
 
     def come_back(self) -> None:
         """Start the kubelet again."""
@@ -161,7 +165,7 @@ class Kubelet:
     def _clear(self) -> None:
         if self.server.process.poll() is None:
             self.server.stop()
-        if found := self.engine.docker("ps", "--all", "--quiet", "--filter", f"label={NODE_LABEL}={self.name}").stdout.split():
+        if found := self._containers("--all"):
             self.engine.docker("rm", "--force", "--volumes", *found, check=False)
         self._api.delete("nodes", self.name)
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
