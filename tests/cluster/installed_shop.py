@@ -18,8 +18,8 @@ from .kubelet import Kubelet
 from .release import CHART, REPOSITORY, Release, unbound
 
 IMAGE_TAG = "cluster-test"
-SLOT = "semantide.test/slot"
-"""What each node has one of: the pods of a job that asks for one each are on different nodes."""
+SLOT = "huawei.com/slot"
+"""What each node has one of, for NPUs that do not exist: the pods of a job that asks for one each are on different nodes."""
 _SMALL: Object = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "3Gi"}}
 _OPERATOR_SETTINGS = {"leaseSeconds": 4, "roundSeconds": 1, "nodeGraceSeconds": 4, "lostStopSeconds": 1, "stopSeconds": 20, "backoffLimitSeconds": 2}
 
@@ -123,6 +123,7 @@ def _values() -> Object:
         "redisResources": _SMALL,
         "operatorResources": _SMALL,
         "operatorSettings": _OPERATOR_SETTINGS,
+        "operatorProfile": "ascend",
         "operatorResourceName": SLOT,
         "settings": {"jobRunner": "cluster"},
     }
