@@ -39,11 +39,11 @@ test: native  ## The tests (a few minutes)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: native  ## The tests, slow ones too
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not compose'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose'
 
-test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more)
+test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more); NODES=1: training and serving in its pods too
 	$(BIN)/python tests/cluster/binaries.py
-	$(BIN)/python -m pytest -m cluster --timeout 1800 -rs tests/cluster tests/operators
+	$(BIN)/python -m pytest -m 'cluster$(if $(NODES), or cluster_nodes)' --timeout 1800 -rs tests/cluster tests/operators
 
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose

@@ -53,7 +53,7 @@ def api(plane: ControlPlane) -> Iterator[Api]:
 @contextmanager
 def _namespace(api: Api) -> Iterator[str]:
     name = api.create("namespaces", {"metadata": {"generateName": "test-"}})["metadata"]["name"]
-    until(lambda: api.find("serviceaccounts", "default", name), f"the default service account of {name}")
+    until(lambda: (api.find("serviceaccounts", "default", name) or {}).get("secrets"), f"a token of the default service account of {name}")
     yield name
     api.delete("namespaces", name)
 

@@ -17,7 +17,9 @@ from .docker_engine import Engine, redis_image
 from .kubelet import Kubelet
 from .release import CHART, REPOSITORY, Release, unbound
 
-IMAGE_TAG = "test"
+IMAGE_TAG = "cluster-test"
+SLOT = "huawei.com/slot"
+"""What each node has one of, for NPUs that do not exist: the pods of a job that asks for one each are on different nodes."""
 _SMALL: Object = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "3Gi"}}
 _OPERATOR_SETTINGS = {"leaseSeconds": 4, "roundSeconds": 1, "nodeGraceSeconds": 4, "lostStopSeconds": 1, "stopSeconds": 20, "backoffLimitSeconds": 2}
 
@@ -50,7 +52,15 @@ class Shop:
             self.api.create("persistentvolumes", {"metadata": {"name": name}, "spec": spec | {"persistentVolumeReclaimPolicy": "Retain"}})
         values = self.folder / "values.json"
         values.write_text(json.dumps(_values()))
+        others = list(self.nodes)[1:]
+        # The release's own processes on one node: the others can be lost and leave it whole.
+        for name in others:
+            self.api.patch("nodes", name, {"spec": {"unschedulable": True}})
         self.release.install(unbound(CHART, self.folder), "--values", str(values), "--wait", "--timeout", "20m")
+        for name in others:
+            self.api.patch("nodes", name, {"spec": {"unschedulable": None}})
+        for node in self.nodes.values():
+            node.offer({SLOT: "1"})
 
     def remove(self) -> None:
         """Uninstall it, with its volumes."""
@@ -113,5 +123,7 @@ def _values() -> Object:
         "redisResources": _SMALL,
         "operatorResources": _SMALL,
         "operatorSettings": _OPERATOR_SETTINGS,
+        "operatorProfile": "ascend",
+        "operatorResourceName": SLOT,
         "settings": {"jobRunner": "cluster"},
     }

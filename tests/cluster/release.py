@@ -21,8 +21,8 @@ CHART = REPOSITORY / "charts" / "semantide"
 PREVIOUS_CHART = Path(__file__).with_name("semantide-0.1.0.tgz")
 """The chart as it was published before this one."""
 
-# A Service's port without `protocol` cannot be applied on the server of these tests, whose schema has no default for it.
-_BY_CLIENT = "--server-side=false"
+BY_CLIENT = "--server-side=false"
+"""For that one: a port without `protocol` cannot be applied by the server of these tests, whose schema has no default for it. Upgrades go on as it began."""
 
 
 def _lint() -> ModuleType:
@@ -44,15 +44,15 @@ class Release:
 
     def install(self, chart: Path = CHART, *options: str) -> str:
         """Raises: AssertionError with Helm's words."""
-        return self._helm("install", self.name, str(chart), _BY_CLIENT, *options)
+        return self._helm("install", self.name, str(chart), *options)
 
     def upgrade(self, chart: Path = CHART, *options: str) -> str:
         """Raises: AssertionError with Helm's words."""
-        return self._helm("upgrade", self.name, str(chart), _BY_CLIENT, *options)
+        return self._helm("upgrade", self.name, str(chart), *options)
 
     def roll_back(self, revision: int) -> str:
         """Raises: AssertionError with Helm's words."""
-        return self._helm("rollback", self.name, str(revision), _BY_CLIENT)
+        return self._helm("rollback", self.name, str(revision))
 
     def uninstall(self) -> str:
         """Raises: AssertionError with Helm's words."""

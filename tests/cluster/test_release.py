@@ -9,7 +9,7 @@ import pytest
 
 from .api import Api, Object, until
 from .control_plane import ControlPlane
-from .release import CHART, PREVIOUS_CHART, Release, chart_without, unbound, unpacked
+from .release import BY_CLIENT, CHART, PREVIOUS_CHART, Release, chart_without, unbound, unpacked
 from .simulated_nodes import SimulatedNodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -57,7 +57,7 @@ def _custom_resources(api: Api) -> set[str]:
 
 def test_upgrade_roll_back_and_uninstall_keep_keys_and_data(api: Api, namespace: str, volumes: list[str], release: Release, tmp_path: Path) -> None:
     previous, new = unbound(unpacked(PREVIOUS_CHART, tmp_path / "previous"), tmp_path), unbound(CHART, tmp_path)
-    release.install(previous, *_WAIT)
+    release.install(previous, BY_CLIENT, *_WAIT)
     first = _kept(api, namespace)
     assert sum(name.startswith("claim") for name in first) == 2 and sum(name.startswith("secret") for name in first) >= 1
     assert not _custom_resources(api)

@@ -14,10 +14,10 @@ import pytest
 
 from .api import Api, until
 from .docker_engine import Engine
-from .installed_shop import Shop, build_images
+from .installed_shop import SLOT, Shop, build_images
 from .kubelet import Kubelet
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.cluster_nodes, pytest.mark.timeout(3600)]
 
 _JOB = "semantide.io/job"
 _PATIENCE = 1200.0
@@ -34,6 +34,7 @@ def shop(engine: Engine, nodes: dict[str, Kubelet], real_api: Api, tmp_path_fact
         _write_input(made.folder / "in")
         made.run("ingest", str(made.folder / "in"))
         made.run("dataset")
+        made.run("tokenize")
         yield made
     finally:
         made.remove()
@@ -65,7 +66,7 @@ def _pods(shop: Shop, job_id: str) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in pods if pod["status"]["phase"] == "Running"}
 
 
-_TRAIN = ("train", "--recipe", "retriever", "--set", "epochs=12", "--set", "log_every=1", "--cluster", "pods=2")
+_TRAIN = ("train", "--recipe", "tiny", "--set", "epochs=150", "--set", "patience=1000", "--set", "evaluate_every=50", "--set", "log_every=1", "--cluster", "pods=2", "--cluster", "npus_per_pod=1")
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +92,17 @@ def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(shop: Shop, undistur
     until(lambda: (shop.api.find("npujobs", job_id, shop.namespace) or {}).get("status", {}).get("checkpoint"), "it has a checkpoint", _PATIENCE)
     where = until(lambda: len(found := _pods(shop, job_id)) == 2 and found, "two pods run", _PATIENCE)
     reached = max(_losses(shop.job(job_id)), default=0)
-    lost = shop.nodes[sorted(where.values())[-1]]
+    kept, lost = shop.nodes.values()
+    assert set(where.values()) == set(shop.nodes)
     lost.lose()
     try:
-        until(lambda: shop.api.get("npujobs", job_id, shop.namespace)["status"].get("restarts", 0) >= 1, "it starts again", _PATIENCE)
+        until(lambda: shop.api.get("npujobs", job_id, shop.namespace)["status"].get("restarts", 0) >= 1, "its gang is given up", _PATIENCE)
+        kept.offer({SLOT: "2"})
+        until(lambda: list(_pods(shop, job_id).values()) == [kept.name] * 2, "both pods run on the node that is left", _PATIENCE)
     finally:
         lost.come_back()
+        for node in (kept, lost):
+            node.offer({SLOT: "1"})
     until(lambda: shop.job(job_id)["state"] in ("succeeded", "failed"), "it has ended", _PATIENCE, pause=2)
     found = shop.job(job_id)
     assert found["state"] == "succeeded", found["error"]

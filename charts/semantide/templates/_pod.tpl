@@ -240,10 +240,12 @@ spec:
         {{- if .http }}
         - name: http
           containerPort: 8000
+          protocol: TCP
         {{- end }}
         {{- if .root.Values.metricsEnabled }}
         - name: metrics
           containerPort: 9100
+          protocol: TCP
         {{- end }}
       {{- end }}
       {{- if .http }}
