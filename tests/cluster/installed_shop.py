@@ -25,10 +25,13 @@ _OPERATOR_SETTINGS = {"leaseSeconds": 4, "roundSeconds": 1, "nodeGraceSeconds": 
 
 
 def build_images(engine: Engine, folder: Path) -> None:
-    """Semantide's two images from this tree."""
+    """Semantide's two images from this tree; with SEMANTIDE_CLUSTER_IMAGES=keep those of an earlier run, where they are there."""
     redis_image(engine)
+    names = ("semantide", "semantide-operator")
+    if os.environ.get("SEMANTIDE_CLUSTER_IMAGES") == "keep" and all(engine.has_image(f"{name}:{IMAGE_TAG}") for name in names):
+        return
     with torch_index(folder) as address:
-        for target, name in (("semantide", "semantide"), ("operator", "semantide-operator")):
+        for target, name in zip(("semantide", "operator"), names, strict=True):
             # The build reaches the package index by way of this machine's own network.
             options = ("--network", "host", "--build-arg", f"TORCH_INDEX={address}", "--target", target, "--tag", f"{name}:{IMAGE_TAG}")
             engine.docker("build", "--quiet", *options, str(REPOSITORY), timeout=3600)

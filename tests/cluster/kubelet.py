@@ -22,6 +22,8 @@ from .node_engine import NODE_LABEL, NodeEngine
 
 PAUSE_IMAGE = "semantide-test/pause:1"
 _SYSTEM = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+# Kubelets remove what they do not know below these two folders, which would be one for all of them: /var/log/pods, and the list of sandboxes.
+_OWN_LOGS = ("unshare", "--mount", "--propagation", "unchanged", "sh", "-c", 'mount --make-private / && mount --bind "$0" /var/log && exec "$@"')
 _KERNEL = ("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops", "kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes")
 
 
@@ -80,6 +82,10 @@ class Kubelet:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._api, self._stack = Api(self.plane.kubeconfig), ExitStack()
         self._stack.callback(self._api.close)
+        self._stack.callback(self._unmount)
+        # What the kubelet mounts here is seen by the engine, although the kubelet sees a /var/log of its own.
+        for options in (["--bind", str(self.folder)], ["--make-shared"]):
+            subprocess.run(["mount", *options, str(self.folder)], check=True, env=_SYSTEM)
         self._socket = self._stack.enter_context(NodeEngine(self.name, self.engine.socket, self.folder)).socket
         self.server = self._start()
         self._stack.callback(self._clear)
@@ -155,12 +161,19 @@ class Kubelet:
             "containerLogMaxSize": "50Mi",
         }
         (self.folder / "kubelet.json").write_text(json.dumps(said))
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
         command = [str(self.plane.binaries / "kubelet"), f"--config={self.folder / 'kubelet.json'}", f"--root-dir={self.folder / 'root'}"]
         command += [f"--kubeconfig={self.plane.node_kubeconfig(self.name)}", f"--hostname-override={self.name}", f"--cert-dir={self.folder / 'pki'}"]
-        command += [f"--docker-endpoint=unix://{self._socket}", f"--pod-infra-container-image={PAUSE_IMAGE}", "--container-runtime=docker"]
+        command += [
+            f"--docker-endpoint=unix://{self._socket}",
+            f"--experimental-dockershim-root-directory={self.folder / 'sandboxes'}",
+            f"--pod-infra-container-image={PAUSE_IMAGE}",
+            "--container-runtime=docker",
+        ]
         command += [f"--volume-plugin-dir={self.folder / 'plugins'}", f"--node-ip={address}"]
         command += [f"--node-labels={','.join(f'{name}={value}' for name, value in self.labels.items())}"] if self.labels else []
-        return Server("kubelet", command, self.folder)
+        return Server("kubelet", [*_OWN_LOGS, str(logs), *command], self.folder)
 
     def _clear(self) -> None:
         if self.server.process.poll() is None:
@@ -168,6 +181,8 @@ class Kubelet:
         if found := self._containers("--all"):
             self.engine.docker("rm", "--force", "--volumes", *found, check=False)
         self._api.delete("nodes", self.name)
+
+    def _unmount(self) -> None:
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         for mount in reversed([mount for mount in mounts if mount.startswith(str(self.folder))]):
             subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)

@@ -126,7 +126,9 @@ def apply(api: Api, kubeconfig: Path, namespace: str, kinds: tuple[str, ...], *o
 def served(api: Api) -> bool:
     """Whether the API server takes objects of both custom resources."""
     named = [one for one in api.list("customresourcedefinitions") if one["spec"]["group"] == "semantide.io"]
-    return len(named) == 2 and all(any(c["type"] == "Established" and c["status"] == "True" for c in one["status"].get("conditions", ())) for one in named)
+    return len(named) == 2 and all(
+        any(c["type"] == "Established" and c["status"] == "True" for c in one.get("status", {}).get("conditions") or ()) for one in named
+    )
 
 
 def kubectl(kubeconfig: Path, *arguments: str) -> str:

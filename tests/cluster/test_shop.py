@@ -66,7 +66,23 @@ def _pods(shop: Shop, job_id: str) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in pods if pod["status"]["phase"] == "Running"}
 
 
-_TRAIN = ("train", "--recipe", "tiny", "--set", "epochs=150", "--set", "patience=1000", "--set", "evaluate_every=50", "--set", "log_every=1", "--cluster", "pods=2", "--cluster", "npus_per_pod=1")
+_TRAIN = (
+    "train",
+    "--recipe",
+    "tiny",
+    "--set",
+    "epochs=150",
+    "--set",
+    "patience=1000",
+    "--set",
+    "evaluate_every=50",
+    "--set",
+    "log_every=1",
+    "--cluster",
+    "pods=2",
+    "--cluster",
+    "npus_per_pod=1",
+)
 
 
 @pytest.fixture(scope="module")
