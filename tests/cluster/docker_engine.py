@@ -1,7 +1,8 @@
 """A Docker engine of the tests' own: ``python tests/cluster/docker_engine.py run COMMAND...`` runs a command beside one.
 
 dockerd gets a data root and a socket below SEMANTIDE_CACHE (else ~/.cache/semantide), outside the repository, so that layers survive from run to run.
-Several users of one machine share it: whoever leaves last ends it and gives the packet filter back as it was found. Nothing is pulled; images that a registry
+Several users of one folder share it, and whoever leaves last ends it. Engines of other folders may run beside it, each with a bridge of its own: the last of
+all gives the packet filter back as it was found. Nothing is pulled; images that a registry
 would have are imported under the same names from Debian packages (``base_image``, ``redis_image``).
 
 Needs root and Debian; what is missing is installed from Debian's packages. Only the standard library is needed.
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +30,12 @@ from typing import IO
 
 BASE_IMAGE = "python:3.11-slim-bookworm"
 REDIS_IMAGE = "redis:7"
-_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "mmdebstrap": "mmdebstrap"}
+_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "ip": "iproute2", "mmdebstrap": "mmdebstrap"}
 _PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}  # plugin -> Debian 13's package of it
 _PLUGIN_SUITE = "trixie"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 120
+_MACHINE = Path("/run/semantide-engines")  # what all engines of this machine share: who uses any, and what the first one found
 
 # runc refuses what an unprivileged root may not do: a negative OOM score, limits above the hard ones. This goes before it and asks for less.
 _RUNC = """#!{python} -I
@@ -106,9 +109,13 @@ def engine() -> Iterator[Engine]:
     """
     folder = engine_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "start.lock").open("w") as start, (folder / "users.lock").open("w") as users:
+    if not os.access(_MACHINE.parent, os.W_OK):
+        raise EngineMissing(f"the engine wants root on Debian, this is uid {os.geteuid()} on {platform.platform()}")
+    _MACHINE.mkdir(exist_ok=True)
+    with (_MACHINE / "start.lock").open("w") as start, (_MACHINE / "users.lock").open("w") as everybody, (folder / "users.lock").open("w") as users:
         with _held(start):
-            fcntl.flock(users, fcntl.LOCK_SH)
+            for lock in (everybody, users):
+                fcntl.flock(lock, fcntl.LOCK_SH)
             running = Engine(folder)
             if not _answers(running):
                 _install(folder)
@@ -117,13 +124,19 @@ def engine() -> Iterator[Engine]:
             yield running
         finally:
             with _held(start):
-                # Others hold this lock shared as long as they use the engine.
-                try:
-                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    pass
-                else:
+                if _alone(users):
                     _stop(running)
+                    if _alone(everybody):
+                        _give_back()
+
+
+def _alone(lock: IO[str]) -> bool:
+    """Whether nobody else uses what this lock stands for: each user holds it shared."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
@@ -215,10 +228,10 @@ def _start(running: Engine) -> None:
     wrapper.chmod(0o755)
     filters = {tool: _run(f"{tool}-save") for tool in ("iptables", "ip6tables") if shutil.which(f"{tool}-save", path=_PATH)}
     forwarding = Path("/proc/sys/net/ipv4/ip_forward").read_text().strip()
-    if not (folder / "found.json").exists():  # an engine that was killed has given nothing back
-        (folder / "found.json").write_text(json.dumps({"filters": filters, "forwarding": forwarding}))
+    if not (_MACHINE / "found.json").exists():  # another one runs, or one that was killed has given nothing back
+        (_MACHINE / "found.json").write_text(json.dumps({"filters": filters, "forwarding": forwarding}))
     command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec"), "--pidfile", str(folder / "docker.pid")]
-    command += ["--host", f"unix://{running.socket}", "--group", "root", "--mtu", str(_mtu()), "--oom-score-adjust", "0"]
+    command += ["--bridge", _bridge(folder), "--host", f"unix://{running.socket}", "--group", "root", "--mtu", str(_mtu()), "--oom-score-adjust", "0"]
     with (folder / "dockerd.log").open("ab") as log:
         # The wrapper is the first runc on its path, for containers and for builds alike.
         environment = {**os.environ, "PATH": f"{programs}:{_PATH}"}
@@ -228,9 +241,29 @@ def _start(running: Engine) -> None:
         if process.poll() is not None or time.monotonic() > deadline:
             tail = (folder / "dockerd.log").read_text(errors="replace")[-3000:]
             process.kill()
-            _give_back(folder)
+            _remove_bridge(folder)
             raise EngineMissing(f"dockerd did not start (status {process.poll()}); the end of {folder}/dockerd.log:\n{tail}")
         time.sleep(0.2)
+
+
+def _bridge_name(folder: Path) -> str:
+    return f"semantide{zlib.crc32(str(folder).encode()) & 0xFFFFFF:06x}"
+
+
+def _bridge(folder: Path) -> str:
+    """A new bridge with the first addresses that no link of this machine has; its name."""
+    _remove_bridge(folder)
+    name, taken = _bridge_name(folder), _run("ip", "-4", "-oneline", "address")
+    block = next(number for number in range(200, 256) if f" 10.{number}." not in taken)
+    _run("ip", "link", "add", name, "type", "bridge")
+    _run("ip", "address", "add", f"10.{block}.0.1/16", "dev", name)
+    _run("ip", "link", "set", name, "up")
+    return name
+
+
+def _remove_bridge(folder: Path) -> None:
+    environment = {**os.environ, "PATH": _PATH}
+    subprocess.run(["ip", "link", "delete", _bridge_name(folder)], check=False, capture_output=True, env=environment)
 
 
 def _mtu() -> int:
@@ -256,20 +289,18 @@ def _stop(running: Engine) -> None:
             time.sleep(0.1)
     except (ProcessLookupError, FileNotFoundError):
         pass
-    _give_back(running.folder)
+    _remove_bridge(running.folder)
 
 
-def _give_back(folder: Path) -> None:
-    """The packet filter, forwarding and bridges as they were found."""
-    found_file = folder / "found.json"
+def _give_back() -> None:
+    """The packet filter and forwarding as they were found."""
+    found_file = _MACHINE / "found.json"
     if not found_file.exists():
         return
     found = json.loads(found_file.read_text())
     for tool, rules in found["filters"].items():
         subprocess.run([f"{tool}-restore"], input=rules, text=True, check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
     Path("/proc/sys/net/ipv4/ip_forward").write_text(found["forwarding"])
-    if shutil.which("ip", path=_PATH):
-        subprocess.run(["ip", "link", "delete", "docker0"], check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
     found_file.unlink()
 
 
