@@ -35,6 +35,7 @@ _PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"
 _PLUGIN_SUITE = "trixie"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 120
+_RECIPE = "semantide.test/recipe"  # label of an imported image: by it one that is made otherwise by now is made anew
 _MACHINE = Path("/run/semantide-engines")  # what all engines of this machine share: who uses any, and what the first one found
 
 # runc refuses what an unprivileged root may not do: a negative OOM score, limits above the hard ones. This goes before it and asks for less.
@@ -319,18 +320,21 @@ def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
 
 
 def _imported(running: Engine, name: str, packages: str, commands: tuple[str, ...], changes: list[str]) -> str:
+    # The folders are merged from the start: the package that would merge them later brings the whole of Perl. What a slim image leaves out is left out.
+    options = ["--variant=minbase", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr", f"--include=usr-is-merged,{packages}"]
+    options += [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "info", "locale", "man")]
+    options += [f'--customize-hook=chroot "$1" {command}' for command in commands]
+    bundle = os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
+    options += [f"--customize-hook=upload {bundle} /etc/ssl/certs/ca-certificates.crt"] if Path(bundle).exists() else []
+    changes = [f"ENV PATH={_PATH}", "ENV LANG=C.UTF-8", *changes]
+    recipe = f"{zlib.crc32(json.dumps([options, changes]).encode()):08x}"
     with (running.folder / "import.lock").open("w") as lock, _held(lock):
-        if running.has_image(name):
+        if running.docker("image", "inspect", "--format", f'{{{{index .Config.Labels "{_RECIPE}"}}}}', name, check=False).stdout.strip() == recipe:
             return name
         archive = running.folder / "root.tar"
-        bundle = os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
-        hooks = [f'--customize-hook=chroot "$1" {command}' for command in commands]
-        hooks += [f"--customize-hook=upload {bundle} /etc/ssl/certs/ca-certificates.crt"] if Path(bundle).exists() else []
-        # What a slim image leaves out.
-        unread = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "info", "locale", "man")]
         try:
-            _run("mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", *unread, *hooks, "bookworm", str(archive), _mirror())
-            changes = [f"ENV PATH={_PATH}", "ENV LANG=C.UTF-8", *changes]
+            _run("mmdebstrap", "--quiet", *options, "bookworm", str(archive), _mirror())
+            changes.append(f"LABEL {_RECIPE}={recipe}")
             running.docker("import", *(option for change in changes for option in ("--change", change)), str(archive), name)
         finally:
             archive.unlink(missing_ok=True)
