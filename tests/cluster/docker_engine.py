@@ -35,6 +35,7 @@ _PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"
 _PLUGIN_SUITE = "trixie"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 120
+_KEPT_LAYERS = "8GB"
 _RECIPE = "semantide.test/recipe"  # label of an imported image: by it one that is made otherwise by now is made anew
 _MACHINE = Path("/run/semantide-engines")  # what all engines of this machine share: who uses any, and what the first one found
 
@@ -126,6 +127,7 @@ def engine() -> Iterator[Engine]:
         finally:
             with _held(start):
                 if _alone(users):
+                    _tidy(running)
                     _stop(running)
                     if _alone(everybody):
                         _give_back()
@@ -273,6 +275,13 @@ def _mtu() -> int:
     return min([1500, *sizes])
 
 
+def _tidy(running: Engine) -> None:
+    """Layers that no image of this tree has any more would fill the disk in a week of runs."""
+    if _answers(running):
+        running.docker("image", "prune", "--force", check=False)
+        running.docker("builder", "prune", "--force", "--keep-storage", _KEPT_LAYERS, check=False)
+
+
 def _stop(running: Engine) -> None:
     pid_file = running.folder / "docker.pid"
     if not pid_file.exists():
@@ -317,6 +326,12 @@ def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
     """Debian's redis-server under the name of the official image, with its user and folder; the image's name."""
     commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
     return _imported(running, name, "redis-server,ca-certificates", commands, ["USER redis"])
+
+
+def prometheus_image(running: Engine, name: str) -> str:
+    """Debian's Prometheus, started as the official image starts it; the image's name."""
+    commands = ("install --directory --owner=nobody --group=nogroup /prometheus", "install --directory /etc/prometheus")
+    return _imported(running, name, "prometheus,ca-certificates", commands, ["USER nobody", 'ENTRYPOINT ["prometheus"]'])
 
 
 def _imported(running: Engine, name: str, packages: str, commands: tuple[str, ...], changes: list[str]) -> str:
