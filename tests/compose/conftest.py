@@ -27,6 +27,7 @@ from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_INDEX_PORT = 28417
 PATIENCE_SECONDS = 600.0
 ROOMS = ("api", *(f"{room}-worker" for room in ("ingestion", "tokenization", "negatives", "training", "serving")))
 
@@ -60,6 +61,15 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+def _serve(folder: Path) -> ThreadingHTTPServer:
+    handler = functools.partial(_Quiet, directory=str(folder))
+    # The address is an argument of the build: as long as it is the same one, layers of an earlier build are.
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", _INDEX_PORT), handler)
+    except OSError:
+        return ThreadingHTTPServer(("127.0.0.1", 0), handler)
+
+
 @contextmanager
 def torch_index(folder: Path) -> Iterator[str]:
     """An index of torch's wheels for the build: TORCH_INDEX where it is set, else one that serves the wheel which pip would install on this machine."""
@@ -70,7 +80,7 @@ def torch_index(folder: Path) -> Iterator[str]:
     wheels = folder / "torch"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), f"torch=={pins['torch']}"]
     subprocess.run(command, check=True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    server = _serve(folder)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -153,19 +163,18 @@ def engine(docker_engine: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def image(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def image(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A function that builds one target of the Dockerfile and gives the image's name."""
-    folder = tmp_path_factory.mktemp("wheels")
+    with torch_index(tmp_path_factory.mktemp("wheels")) as address:
 
-    @functools.cache
-    def build(target: str, tag: str, *options: str) -> str:
-        with torch_index(folder) as address:
+        @functools.cache
+        def build(target: str, tag: str, *options: str) -> str:
             # The build reaches the package index by way of this machine's own network.
             arguments = ("--network", "host", "--build-arg", f"TORCH_INDEX={address}", "--target", target, "--tag", tag, *options)
             engine.docker("build", "--quiet", *arguments, str(REPOSITORY), timeout=3000)
-        return tag
+            return tag
 
-    return build
+        yield build
 
 
 @pytest.fixture(scope="session")
