@@ -61,22 +61,21 @@ class Recovery:
 
 
 def _lose(stack: ComposeStack, service: str, sender: Sender, asker: Asker, trainings: Trainings) -> Recovery:
-    before = wait(trainings.advancing, "a training that runs")
+    wait(trainings.advancing, "a training that runs")
     begin = time.monotonic()
     back = stack.kill(service)
     healthy = got_on = 0.0
+    seen: JobRecord | None = None
     deadline = begin + PATIENCE_SECONDS
-    begun_again: float | None = None
     while not (healthy and got_on and sender.was_served(begin + healthy) and asker.was_served(begin + healthy)):
         assert time.monotonic() < deadline, f"after the loss of {service}: healthy {healthy}, training {got_on}, {trainings.look()}"
         if not healthy and back():
             healthy = time.monotonic() - begin
         found = None if got_on else trainings.look()
-        if found and found.attempt > before.attempt and begun_again is None:
-            begun_again = found.done
-        # With its worker lost a training goes on from a checkpoint, where it has done less than it had.
-        if found and (found.finished or found.done > before.done or begun_again not in (None, found.done)):
+        # What is seen first was told before the loss. With its worker lost a training is begun again from a checkpoint, where it has done less.
+        if found and seen and (found.finished or (found.attempt == seen.attempt and found.done != seen.done)):
             got_on = time.monotonic() - begin
+        seen = found or seen
         time.sleep(0.1)
     return Recovery(service, healthy, sender.longest_pause(begin), asker.longest_pause(begin), got_on)
 
