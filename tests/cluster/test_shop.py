@@ -1,4 +1,4 @@
-"""The whole product on real nodes, installed by Helm: an NPUJob trains across two pods, goes on when a node is lost, and an NPUService answers."""
+"""The whole product on real nodes, installed by Helm: an NPUJob trains across two pods, goes on when a node or a pod is lost, and an NPUService answers."""
 
 from __future__ import annotations
 
@@ -103,18 +103,47 @@ def test_an_npujob_trains_across_two_pods(shop: Shop, undisturbed: dict[str, Any
     assert status["phase"] == "Succeeded" and len(status["placement"]) == 2 and status["restarts"] == 0
 
 
-def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(shop: Shop, undisturbed: dict[str, Any]) -> None:
+def _curves(losses: dict[int, float], expected: dict[int, float], around: list[int]) -> Iterator[str]:
+    """The losses of both runs next to each other, near some steps."""
+    yield f"  {'step':>6} {'disturbed':>12} {'undisturbed':>12}"
+    near = {step for place in around for step in range(place - 4, place + 5)} | {min(expected), max(expected)}
+    for step in sorted(near & set(expected)):
+        yield f"  {step:>6} {losses.get(step, float('nan')):>12.8f} {expected[step]:>12.8f}{'  <- reached when it was disturbed' if step in around else ''}"
+
+
+def _steps(shop: Shop, job_id: str) -> int:
+    """How far a job says it has come."""
+    return max(_losses(shop.job(job_id)), default=0)
+
+
+def _kill(shop: Shop, pod: str) -> None:
+    """End a pod's container from below, as the kernel does when memory runs out."""
+    status = shop.api.get("pods", pod, shop.namespace)["status"]["containerStatuses"][0]
+    next(iter(shop.nodes.values())).engine.docker("kill", "--signal", "KILL", status["containerID"].removeprefix("docker://"))
+
+
+def test_a_job_that_lost_a_node_and_then_a_pod_goes_on_from_its_checkpoints(
+    shop: Shop, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     job_id = shop.start(*_TRAIN)
-    until(lambda: (shop.api.find("npujobs", job_id, shop.namespace) or {}).get("status", {}).get("checkpoint"), "it has a checkpoint", _PATIENCE)
+
+    def status() -> dict[str, Any]:
+        return (shop.api.find("npujobs", job_id, shop.namespace) or {}).get("status", {})
+
+    until(lambda: status().get("checkpoint"), "it has a checkpoint", _PATIENCE)
     where = until(lambda: len(found := _pods(shop, job_id)) == 2 and found, "two pods run", _PATIENCE)
-    reached = max(_losses(shop.job(job_id)), default=0)
+    reached = [_steps(shop, job_id)]
     kept, lost = shop.nodes.values()
     assert set(where.values()) == set(shop.nodes)
     lost.lose()
     try:
-        until(lambda: shop.api.get("npujobs", job_id, shop.namespace)["status"].get("restarts", 0) >= 1, "its gang is given up", _PATIENCE)
+        until(lambda: status().get("restarts", 0) >= 1, "its gang is given up", _PATIENCE)
         kept.offer({SLOT: "2"})
         until(lambda: list(_pods(shop, job_id).values()) == [kept.name] * 2, "both pods run on the node that is left", _PATIENCE)
+        until(lambda: _steps(shop, job_id) > reached[0], "it has gone on", _PATIENCE)
+        _kill(shop, max(_pods(shop, job_id)))
+        reached.append(_steps(shop, job_id))
+        until(lambda: status().get("restarts", 0) >= 2, "its gang is given up again", _PATIENCE)
     finally:
         lost.come_back()
         for node in (kept, lost):
@@ -123,7 +152,9 @@ def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(shop: Shop, undistur
     found = shop.job(job_id)
     assert found["state"] == "succeeded", found["error"]
     losses, expected = _losses(found), _losses(undisturbed)
-    assert 0 < reached < max(losses), "it was not disturbed half-way"
+    with capsys.disabled():
+        print("", f"a node lost, then a pod killed, in {len(expected)} steps of two pods:", *_curves(losses, expected, reached), sep="\n")
+    assert all(0 < step < max(losses) for step in reached), "it was not disturbed half-way"
     # Not one step is missing, and each has the loss that it has in a run that nobody disturbed.
     assert losses == expected
 
@@ -139,4 +170,5 @@ def test_an_npuservice_answers(shop: Shop, undisturbed: dict[str, Any]) -> None:
         address = f"http://{pod['status']['podIP']}:8000/v1/recommendations"
         answer = httpx.post(address, json={"user": "user-3", "n": 5}, headers={"X-API-Key": shop.key}, timeout=120, trust_env=False)
         assert answer.status_code == 200, answer.text
-        assert len(answer.json()["items"]) == 5
+        items = [one["item"] for one in answer.json()["items"]]
+        assert len(set(items)) == 5 and set(items) <= {f"item-{number}" for number in range(40)}
