@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.compose.conftest import torch_index
 
 from .api import Api, Object, until
@@ -92,6 +94,12 @@ class Shop:
         """A job's record with its metric rows."""
         found: dict[str, Any] = json.loads(self.run("jobs", "show", job_id, "--metrics"))
         return found
+
+    def ask(self, path: str) -> Any:
+        """What the API answers to a plain GET."""
+        answer = httpx.get(f"{self.url}{path}", headers={"X-API-Key": self.key}, timeout=60, trust_env=False)
+        answer.raise_for_status()
+        return answer.json()
 
     @property
     def url(self) -> str:
