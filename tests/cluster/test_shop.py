@@ -65,7 +65,7 @@ def _ended(shop: Shop, job_id: str) -> dict[str, Any]:
 
 
 def _losses(job: dict[str, Any]) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in job["metrics"] if "loss" in row}
+    return {int(row["step"]): row["loss"] for row in job["metrics"] if "loss" in row}
 
 
 def _pods(shop: Shop, job_id: str) -> dict[str, str]:
@@ -118,7 +118,7 @@ def _curves(losses: dict[int, float], expected: dict[int, float], around: list[i
 
 def _steps(shop: Shop, job_id: str) -> int:
     """How far a job says it has come."""
-    return max((row["step"] for row in shop.ask(f"/v1/jobs/{job_id}/metrics") if "loss" in row), default=0)
+    return max((int(row["step"]) for row in shop.ask(f"/v1/jobs/{job_id}/metrics") if "loss" in row), default=0)
 
 
 def _kill(shop: Shop, pod: str) -> None:
