@@ -30,7 +30,7 @@ _KERNEL = ("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/pa
 def bridge_address(engine: Engine) -> str:
     """This machine's address on the engine's bridge."""
     said = json.loads(engine.docker("network", "inspect", "bridge").stdout)[0]["IPAM"]["Config"][0]
-    return str(said.get("Gateway") or said["Subnet"].replace(".0/16", ".1"))
+    return str(said.get("Gateway") or said["Subnet"].replace(".0.0/16", ".0.1"))
 
 
 def pause_image(engine: Engine) -> None:
