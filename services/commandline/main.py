@@ -149,19 +149,23 @@ def ingest(
     if format:
         body["format"] = format
     spec = JobSpec(kind="import")
-    uploaded = None
+    uploaded: list[str] = []
     try:
         record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
     except StackError as error:
-        # The stack may live elsewhere, or may not read that folder: send a single file there instead.
-        if error.status not in (403, 404) or not path.is_file():
+        # The stack may live elsewhere, or may not read that folder: send what is here there instead.
+        if error.status not in (403, 404):
             raise
-        uploaded, body["path"] = client.upload(path)
+        if path.is_file():
+            name, body["path"] = client.upload(path)
+            uploaded = [name]
+        else:
+            uploaded, body["path"] = client.upload_folder(path)
         record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
     if not wait:
         return
-    if uploaded is not None:
-        client.call("DELETE", f"/v1/uploads/{uploaded}")
+    for name in uploaded:
+        client.call("DELETE", f"/v1/uploads/{name}")
     counts = record.result
     if not as_json:
         figures = ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and not isinstance(value, bool))

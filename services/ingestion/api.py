@@ -293,9 +293,9 @@ def build(room: Room) -> APIRouter:
         if not path.is_file():
             raise NotFound(f"no uploaded file {name!r}")
         path.unlink()
-        with suppress(OSError):  # its folder goes with its last file
-            if path.parent != uploads:
-                path.parent.rmdir()
+        with suppress(OSError):  # folders go with their last file
+            for folder in list(path.relative_to(uploads).parents)[:-1]:
+                (uploads / folder).rmdir()
         return Response(status_code=204)
 
     return router

@@ -58,6 +58,27 @@ def test_a_file_out_of_the_stacks_reach_is_uploaded_under_a_name_of_its_own(
 
 
 @pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")
+def test_a_folder_out_of_the_stacks_reach_is_uploaded_as_it_is(client: Client, tmp_path_factory: pytest.TempPathFactory, settings: Settings) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    texts = {"items.jsonl": '{"id": "i"}\n', "logs/2024 (é)/a.csv": "user,item,time\nu,i,1700000000000\n", ".hidden/b.csv": "user"}
+    for name, text in texts.items():
+        (outside / name).parent.mkdir(parents=True, exist_ok=True)
+        (outside / name).write_text(text)
+    outcome = invoke("ingest", str(outside), "--no-wait")
+    assert outcome.exit_code == 0, outcome.output
+    (job,) = client.get("/v1/jobs", kind="import")
+    place, uploads = Path(job["spec"]["config"]["path"]), settings.data_dir.resolve() / "uploads"
+    assert place.parent == uploads
+    found = {str(path.relative_to(place)): path.read_text() for path in place.rglob("*") if path.is_file()}
+    assert found == {"items.jsonl": texts["items.jsonl"], "logs/2024____/a.csv": texts["logs/2024 (é)/a.csv"]}
+    for name in found:
+        client.call("DELETE", f"/v1/uploads/{place.name}/{name}")
+    assert not place.exists() and uploads.is_dir()
+    empty = tmp_path_factory.mktemp("empty")
+    assert "holds no files" in str(invoke("ingest", str(empty), "--no-wait").exception)
+
+
+@pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")
 def test_a_jobs_report_is_written_as_a_page(client: Client, tmp_path: Path) -> None:
     job = client.post("/v1/jobs", JobSpec(kind="train", recipe="tiny").model_dump(mode="json"))
     path = tmp_path / "report.html"

@@ -180,7 +180,7 @@ class FakeNodes:
             self.add(name)
 
     def add(self, name: str, **labels: str) -> None:
-        capacity = {"cpu": "64", "memory": "256Gi", "pods": "110", **({self.resource: str(self._npus)} if self._npus else {})}
+        capacity = {"cpu": "64", "memory": "268435456Ki", "pods": "110", **({self.resource: str(self._npus)} if self._npus else {})}
         ready = {"type": "Ready", "status": "True", "lastTransitionTime": time_of(self._cluster.clock())}
         body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}, "spec": {}}
         self._cluster.create({**body, "status": {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}})
