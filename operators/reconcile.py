@@ -20,8 +20,8 @@ from semantide.operators.placement import Placement, place
 from semantide.operators.pod_template import full_template
 from semantide.operators.pods import Pod, seconds_of
 from semantide.operators.request import Request, Shape, shape_of
-from semantide.operators.resources import JOB_KIND, NPUJob, NPUJobStatus, NPUService, NPUServiceStatus, PodPlacement
-from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed
+from semantide.operators.resources import Condition, NPUJob, NPUService, PodPlacement
+from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed, room_made
 from semantide.operators.settings import OperatorSettings
 from semantide.operators.slow_nodes import slow_nodes
 from semantide.operators.snapshot import Invalid, Snapshot
@@ -79,7 +79,11 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     }
     service_steps = _serve(service_looks, fleet, stumbles)
     alive = [pod for pod in snapshot.pods if not pod.node or (pod.node in nodes and not nodes[pod.node].gone)]
-    decision = _line(looks, steps, alive, fleet, snapshot.now, _policy(settings))
+    serving = _lacking(service_looks, service_steps, snapshot.now)
+    decision = _line(looks, steps, alive, serving, fleet, snapshot.now, _policy(settings))
+    for key, service_look in service_looks.items():
+        if way := decision.reasons.get(_label(service_look.service)):
+            service_steps[key] = room_made(service_look, service_steps[key], way)
     actions = {_label(look.job): _actions(look.job, cleared(look, steps[key])) for key, look in looks.items()}
     actions |= {_label(look.service): _actions(look.service, service_steps[key]) for key, look in service_looks.items()}
     for invalid in snapshot.invalid:
@@ -141,7 +145,7 @@ def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet, stumbles: dict[str, E
         except Exception as error:
             stumbles[_label(look.service)] = error
             status = look.service.status
-            step = no_room(look, step or ServiceStep(status.model_copy(update={"message": ""})), _stumbling(error))
+            step = replace(no_room(look, step or ServiceStep(status.model_copy(update={"message": ""})), _stumbling(error)), wanted=())
         steps[key] = step
     return steps
 
@@ -162,12 +166,28 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> Servi
     return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
 
 
+def _lacking(looks: Mapping[str, ServiceLook], steps: Mapping[str, ServiceStep], now: float) -> list[Waiting]:
+    """Services' replicas without room, as the line sees them: under a name that no job has."""
+    lacking = []
+    for key, step in steps.items():
+        look = looks[key]
+        try:
+            if step.wanted:
+                shape = _shape(look.service, look.settings)
+                request = Request(_label(look.service), step.wanted, shape, least=1, spread=True, avoid=step.avoid)
+                lacking.append(Waiting(request, look.service.spec.priority, since=now))
+        except ValueError:
+            continue  # its message says what is wrong with the template
+    return lacking
+
+
 def _policy(settings: OperatorSettings) -> Policy:
     return Policy(settings.ageing_seconds, settings.patience_seconds, settings.drain_seconds, regrow_seconds=settings.steady_seconds)
 
 
-def _line(looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod], fleet: Fleet, now: float, policy: Policy) -> Decision:
-    """Let the line move, and change the steps of those that start, make room or go on waiting; ``pods`` are all that may be alive."""
+def _line(looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod], serving: Iterable[Waiting], fleet: Fleet, now: float, policy: Policy) -> Decision:
+    """Let the line move, and change the steps of those that start, make room or go on waiting; ``pods`` are all that may be alive, ``serving`` replicas without
+    room."""
     waiting: list[Waiting] = []
     running: list[Running] = []
     busy = _busy(looks, steps, pods)
@@ -188,13 +208,13 @@ def _line(looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod]
                 running.append(gang)
         except ValueError as error:
             steps[key] = refused(look, step, str(error))
-    decision = decide(waiting, running, fleet, now, policy)
+    decision = decide(waiting, running, fleet, now, policy, serving)
     for start in decision.starts:
         steps[start.key] = placed(looks[start.key], steps[start.key], start.pods)
     for preemption in decision.preemptions:
         steps[preemption.victim] = make_room(looks[preemption.victim], steps[preemption.victim], preemption.beneficiary)
     for key, reason in decision.reasons.items():
-        if steps[key].waits:
+        if key in steps and steps[key].waits:
             steps[key] = refused(looks[key], steps[key], reason)
     return decision
 
@@ -269,16 +289,16 @@ def _actions(resource: NPUJob | NPUService, step: Step | ServiceStep) -> tuple[A
 
 
 def _unreadable(invalid: Invalid, now: float) -> tuple[Action, ...]:
-    """Say what is wrong with a resource; its pods are left as they are."""
-    metadata, old = invalid.body["metadata"], invalid.body.get("status") or {}
-    try:
-        model = NPUJobStatus if invalid.body["kind"] == JOB_KIND else NPUServiceStatus
-        known = model.model_validate(old)
-    except ValueError:
-        known = model()
-    if known.message == invalid.reason:
+    """Say what is wrong with a resource; its pods, and what else its status says, are left as they are."""
+    metadata, old = invalid.body["metadata"], dict(invalid.body.get("status") or {})
+    if old.get("message") == invalid.reason:
         return ()
-    conditions = with_conditions(known.conditions, {"Accepted": False}, "InvalidSpec", invalid.reason, metadata.get("generation", 0), now)
-    status = known.model_copy(update={"message": invalid.reason, "conditions": conditions, "observed_generation": metadata.get("generation", 0)})
+    try:
+        known = tuple(Condition.model_validate(condition) for condition in old.get("conditions") or ())
+    except ValueError:
+        known = ()
+    generation = metadata.get("generation", 0)
+    conditions = with_conditions(known, {"Accepted": False}, "InvalidSpec", invalid.reason, generation, now)
+    status = {**old, "message": invalid.reason, "conditions": [condition.to_body() for condition in conditions], "observedGeneration": generation}
     name, namespace = metadata["name"], metadata.get("namespace", "default")
-    return (PatchStatus(invalid.body["kind"], namespace, name, metadata.get("uid", ""), metadata.get("resourceVersion", ""), status.to_body()),)
+    return (PatchStatus(invalid.body["kind"], namespace, name, metadata.get("uid", ""), metadata.get("resourceVersion", ""), status),)

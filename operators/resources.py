@@ -168,10 +168,10 @@ class Condition(Part):
 
 
 class PodPlacement(Part):
-    """Where one pod of a job or service is: its node and the NPUs it holds there."""
+    """Where one pod of a job or service is: its node and the NPUs it holds there. ``node`` is empty until another scheduler has chosen one."""
 
     pod: str
-    node: str
+    node: str = ""
     npus: tuple[int, ...] = ()
 
 

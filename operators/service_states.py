@@ -43,8 +43,8 @@ class ServiceLook:
 
 @dataclass(frozen=True)
 class ServiceStep:
-    """A service's new status and what to do once that is written; ``before`` is done first. ``wanted`` are names of replicas to be placed; ``avoid`` nodes to be
-    used last."""
+    """A service's new status and what to do once that is written; ``before`` is done first. ``wanted`` are names of replicas to be placed, or that found no room;
+    ``avoid`` nodes to be used last."""
 
     status: NPUServiceStatus
     actions: tuple[Action, ...] = ()
@@ -106,7 +106,7 @@ def replicas_placed(look: ServiceLook, step: ServiceStep, places: Sequence[PodPl
     try:
         made = _made(look, places, revision)
     except ValueError as error:
-        return no_room(look, step, str(error))
+        return replace(no_room(look, step, str(error)), wanted=())
     return replace(step, status=status, actions=(*step.actions, *made), wanted=step.wanted[len(places) :])
 
 
@@ -116,6 +116,12 @@ def no_room(look: ServiceLook, step: ServiceStep, reason: str) -> ServiceStep:
         reason += "; rollout.strategy InPlace needs no room beside the old replicas"
     status = step.status
     return replace(step, status=concluded(look, status, status.phase, "NoRoom", f"{status.message}; {reason}" if status.message else reason))
+
+
+def room_made(look: ServiceLook, step: ServiceStep, way: str) -> ServiceStep:
+    """The step of a service for whose replicas others make room, or have done so."""
+    status = step.status
+    return replace(step, status=concluded(look, status, status.phase, "NoRoom", f"{status.message}; {way}"))
 
 
 def concluded(look: ServiceLook, status: NPUServiceStatus, phase: ServicePhase, reason: str, message: str) -> NPUServiceStatus:
