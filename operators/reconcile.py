@@ -185,7 +185,9 @@ def _policy(settings: OperatorSettings) -> Policy:
     return Policy(settings.ageing_seconds, settings.patience_seconds, settings.drain_seconds, regrow_seconds=settings.steady_seconds)
 
 
-def _line(looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod], serving: Iterable[Waiting], fleet: Fleet, now: float, policy: Policy) -> Decision:
+def _line(
+    looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod], serving: Iterable[Waiting], fleet: Fleet, now: float, policy: Policy
+) -> Decision:
     """Let the line move, and change the steps of those that start, make room or go on waiting; ``pods`` are all that may be alive, ``serving`` replicas without
     room."""
     waiting: list[Waiting] = []

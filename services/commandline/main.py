@@ -40,6 +40,7 @@ for process in (processes.worker, processes.api, processes.pod, processes.replic
 _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5
 
+
 def _wish(options: list[str] | None) -> ClusterWish:
     return ClusterWish.model_validate(_config(options, "--cluster", "pods=4"))
 

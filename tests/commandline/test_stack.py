@@ -191,7 +191,9 @@ def test_without_a_stack_commands_say_how_to_start_one(tmp_path: Path) -> None:
         assert outcome.returncode == 1 and "semantide up" in outcome.stderr and "Traceback" not in outcome.stderr, arguments
 
 
-@pytest.mark.parametrize("arguments", [["recommend"], ["ingest", "/does/not/exist"], ["train", "--set", "nonsense"], ["train", "--cluster", "pots=4"], ["demo", "--dataset", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["recommend"], ["ingest", "/does/not/exist"], ["train", "--set", "nonsense"], ["train", "--cluster", "pots=4"], ["demo", "--dataset", "x"]]
+)
 def test_wrong_use_has_status_2(tmp_path: Path, arguments: list[str]) -> None:
     outcome = subprocess.run(
         [*COMMAND, *arguments], env={**os.environ, "SEMANTIDE_DATA_DIR": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=60

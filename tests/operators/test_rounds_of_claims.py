@@ -127,7 +127,9 @@ def test_whoever_was_given_what_no_more_is_free_than_there_is(wished: list[list[
         if at % 2 == 0:
             results = [{"driver": DRIVER, "pool": "a", "device": f"npu-{next(free)}"} for _ in npus]
             reserved = [{"resource": "pods", "name": f"p{at}"}]
-            claims.append({"metadata": {"name": f"c{at}", "namespace": "x"}, "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved}})
+            claims.append(
+                {"metadata": {"name": f"c{at}", "namespace": "x"}, "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved}}
+            )
     named = {npu for at, npus in enumerate(wished[: len(pods)]) if at % 2 for npu in npus}
     body = {"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     (node,) = read_nodes([body], pods, claimed=claimed_devices(slices, claims))

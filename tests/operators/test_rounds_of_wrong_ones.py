@@ -76,7 +76,9 @@ def test_a_job_that_the_operator_stumbles_over_is_left_alone_and_stops_nobody_el
     assert "unheard of" in lab.status("odd")["message"]
 
 
-def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(world: Worlds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     lab = world(["a"])
     lab.submit("odd")
     lab.serve("shop")
