@@ -40,14 +40,6 @@ for process in (processes.worker, processes.api, processes.pod, processes.replic
 _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
-
-
-OnCluster = Annotated[
-    list[str] | None,
-    typer.Option("--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds"),
-]
-
 
 def _wish(options: list[str] | None) -> ClusterWish:
     return ClusterWish.model_validate(_config(options, "--cluster", "pods=4"))
@@ -64,6 +56,28 @@ def _config(overrides: list[str] | None, option: str = "--set", example: str = "
         except json.JSONDecodeError:
             config[name] = value
     return config
+
+
+def _checked_config(given: list[str] | None) -> list[str] | None:
+    """Refuse wrong use before a stack is looked for."""
+    _config(given)
+    return given
+
+
+def _checked_wish(given: list[str] | None) -> list[str] | None:
+    _wish(given)
+    return given
+
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)", callback=_checked_config)
+]
+OnCluster = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds", callback=_checked_wish
+    ),
+]
 
 
 @app.command()
