@@ -29,7 +29,7 @@ from semantide.shared.config import Settings
 REPOSITORY = Path(__file__).resolve().parents[2]
 _INDEX_PORT = 28417
 PATIENCE_SECONDS = 600.0
-ROOMS = ("api", *(f"{room}-worker" for room in ("ingestion", "tokenization", "negatives", "training", "serving")))
+ROOMS = ("api", *(f"{room}-worker" for room in ("ingestion", "tokenization", "negatives", "training", "reward", "serving")))
 
 
 def _load(path: Path) -> ModuleType:
