@@ -3,7 +3,9 @@
 RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU; queries and keys are normalised as in Qwen3 or have biases as in Qwen2.5.
 Parameter names are those of Hugging Face, so that weights load and save without conversion. Dropout and the scales are training-time additions that do not change the
 saved model: ``save_pretrained`` folds the scales into the weights.
-Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value heads, d head size, K codes of a level, V tokens.
+With a merger the items of a prompt are one vector each (``token_merger.py``), and what is generated after it stays code by code.
+Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value heads, d head size, K codes of a level, V tokens, P places of prompts,
+N chosen ones, I items, L levels.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from semantide.kernels.gating import silu_product
 from semantide.kernels.normalisation import rms_norm
 from semantide.kernels.rotary import norm_rotate
 from semantide.shared.models.seen_bias import SeenBias
+from semantide.shared.models.token_merger import MergerConfig, PromptShape, TokenMerger
 from semantide.shared.models.vocabulary import Layout, Vocabulary
 
 
@@ -57,6 +60,8 @@ class GeneratorConfig:
     """Whether each level's logits get a learned factor; folded into the head when saved."""
     seen_bias: bool = False
     """Whether logits are corrected by what the history holds (``seen_bias.py``); a saved model keeps it as a tensor of its own, which others leave out."""
+    merger: MergerConfig = field(default_factory=MergerConfig)
+    """Whether the items of a prompt are merged to one vector each; a saved model keeps its tensors beside those that others know."""
     layout: Layout = field(default_factory=Layout)
     """Which tokens are which."""
 
@@ -70,6 +75,8 @@ class GeneratorConfig:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}, and head_dim {self.head_dim} even")
         if self.seen_bias and not self.layout.plain:
             raise ValueError(f"seen_bias counts the items of histories with one begin token and nothing between items, not of {self.layout}")
+        if self.merger.enabled and not self.layout.plain:
+            raise ValueError(f"merger merges the items of histories with one begin token and nothing between items, not of {self.layout}")
         for name in ("dropout", "embedding_dropout", "token_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 up to but not including 1")
@@ -194,6 +201,8 @@ class Generator(nn.Module):
             self.level_log_scale = nn.Parameter(torch.zeros(self.vocabulary.levels))
         if config.seen_bias:
             self.seen_bias = SeenBias(self.vocabulary)
+        if config.merger.enabled:
+            self.merger = TokenMerger(config.merger, self.vocabulary.levels, config.hidden_size)
         self._initialise()
 
     @torch.no_grad()
@@ -201,12 +210,14 @@ class Generator(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 parameter.normal_(std=self.config.initializer_range)
-            elif parameter.ndim == 2:
+            elif parameter.ndim == 2 and not name.startswith("merger."):
                 # What is added to the residual stream starts small, so that depth does not blow it up.
                 damping = (2 * self.config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 parameter.normal_(std=damping * parameter.shape[1] ** -0.5)
             elif name.endswith(".bias"):
                 parameter.zero_()
+        if self.config.merger.enabled:
+            self.merger.initialise(self.config.initializer_range * self.config.embedding_scale)
 
     @property
     def layers(self) -> list[Layer]:
@@ -215,12 +226,54 @@ class Generator(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states that enter the first layer."""
+        return self._dropped(self._scaled(tokens))
+
+    def _scaled(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.model.embed_tokens(tokens)
-        if self.config.embedding_scale != 1:
-            x = x * self.config.embedding_scale
+        return x * self.config.embedding_scale if self.config.embedding_scale != 1 else x
+
+    def _dropped(self, x: Tensor) -> Tensor:
         if self.training and self.config.token_dropout:
-            x = x * (torch.rand(*tokens.shape, 1, device=x.device) >= self.config.token_dropout)
+            x = x * (torch.rand(*x.shape[:-1], 1, device=x.device) >= self.config.token_dropout)
         return dropout(x, self.config.embedding_dropout, self.training)
+
+    @property
+    def prompt_shape(self) -> PromptShape:
+        """How the tokens of a prompt become places."""
+        levels, merger = self.vocabulary.levels, self.config.merger
+        if not merger.enabled:
+            return PromptShape(1, 1, levels)
+        return PromptShape(levels + len(merger.features), 2 if merger.separator == "kept" else 1, 1)
+
+    def prompt_vectors(self, tokens_T: Tensor, offsets_B1: Tensor, places_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What enters the first layer for packed prompts, and where each begins: with a merger one vector per item, else one per token.
+
+        ``places_N`` asks for some places only; the offsets are those of all.
+        Shapes: [T], [B + 1] -> [P, D] or [N, D], [B + 1].
+        Raises: ValueError for a prompt that is not the begin token and whole items, where they are merged.
+        """
+        if not self.config.merger.enabled:
+            return self.embed(tokens_T if places_N is None else tokens_T[places_N]), offsets_B1
+        shape, levels = self.prompt_shape, self.vocabulary.levels
+        lengths_B = offsets_B1.diff()
+        if bool((((lengths_B - 1) % shape.tokens_per_unit != 0) | (lengths_B < 1)).any()):
+            raise ValueError(
+                f"prompts of {lengths_B.tolist()[:8]} tokens: this model reads a begin token and then {shape.tokens_per_unit} numbers of each item"
+            )
+        place_offsets_B1 = torch.zeros_like(offsets_B1)
+        place_offsets_B1[1:] = (1 + shape.places_per_unit * ((lengths_B - 1) // shape.tokens_per_unit)).cumsum(0)
+        if places_N is None:
+            places_N = torch.arange(int(place_offsets_B1[-1]), device=tokens_T.device)
+        prompts_N = torch.searchsorted(place_offsets_B1, places_N, right=True) - 1
+        ahead_N = places_N - place_offsets_B1[prompts_N]  # of its prompt's begin
+        unit_N, rest_N = (ahead_N - 1) // shape.places_per_unit, (ahead_N - 1) % shape.places_per_unit
+        item_I = ((ahead_N > 0) & (rest_N == 0)).nonzero().squeeze(1)
+        first_I = offsets_B1[prompts_N[item_I]] + 1 + unit_N[item_I] * shape.tokens_per_unit
+        tokens_IS = tokens_T[first_I.unsqueeze(1) + torch.arange(shape.tokens_per_unit, device=tokens_T.device)]
+        merged_ID = self.merger(self._scaled(tokens_IS[:, :levels]), tokens_IS[:, levels:])
+        begin_K, between_K = (ahead_N == 0).nonzero().squeeze(1), ((ahead_N > 0) & (rest_N == 1)).nonzero().squeeze(1)
+        x_ND = torch.cat([self._scaled(tokens_T[offsets_B1[prompts_N[begin_K]]]), merged_ID, *(x.expand(len(between_K), -1) for x in self.merger.places)])
+        return self._dropped(x_ND[torch.cat([begin_K, item_I, between_K]).argsort()]), place_offsets_B1
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""
@@ -231,13 +284,13 @@ class Generator(nn.Module):
         return angles.cos().unsqueeze(-2).to(dtype), angles.sin().unsqueeze(-2).to(dtype)
 
     def forward(self, tokens_T: Tensor, offsets_B1: Tensor) -> Tensor:
-        """Hidden states of packed sequences; each is causal in itself and counts positions from 0.
+        """Hidden states of packed prompts, one per place; each prompt is causal in itself and counts positions from 0.
 
-        Shapes: [T], [B + 1] -> [T, D], normalised for ``logits``.
+        Shapes: [T], [B + 1] -> [P, D], normalised for ``logits``; without a merger every token is a place.
         """
-        positions_T = torch.arange(len(tokens_T), device=tokens_T.device) - offsets_B1[:-1].repeat_interleave(offsets_B1.diff())
+        x_TD, offsets_B1 = self.prompt_vectors(tokens_T, offsets_B1)
+        positions_T = torch.arange(len(x_TD), device=x_TD.device) - offsets_B1[:-1].repeat_interleave(offsets_B1.diff())
         cos_T1d, sin_T1d = self.rotation(positions_T)
-        x_TD = self.embed(tokens_T)
         for layer in self.layers:
             x_TD = layer.finish(x_TD, jagged_attention(*layer.project(x_TD, cos_T1d, sin_T1d), offsets_B1))
         hidden_TD: Tensor = self.model.norm(x_TD)

@@ -1,0 +1,156 @@
+"""Prompts in which an item is one vector: a learned linear merge of its codes' embeddings, so that a history of n items costs n places and not n times its levels.
+
+Only what is read is merged. What is generated goes on code by code with the ordinary embeddings, at the places after the prompt, so the answer and the search
+are those of any generator. Beside the codes an item of a prompt may have *side features*: what was done with it, and how long after the item before it.
+Each is one more number of the item in the prompt and takes no place of its own.
+Legend: T prompt tokens, B prompts, P places of all prompts, I items, L levels, F side features, S numbers of an item in a prompt (L + F), D hidden size, K values.
+Source: GenRec (arXiv 2604.14878), asymmetric linear token merger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+Separator = Literal["none", "kept", "merged"]
+FEATURES = ("actions", "gaps")
+GAP_BUCKETS = 32
+"""Values of ``gaps``: 0 unknown, else one more than the binary logarithm of the seconds, which ends at 34 years."""
+
+
+@dataclass(frozen=True)
+class MergerConfig:
+    """Whether and how the items of a prompt are merged."""
+
+    enabled: bool = False
+    separator: Separator = "none"
+    """A learned vector between items: ``kept`` as a place of its own after each, ``merged`` with the item's codes, or ``none``."""
+    features: tuple[str, ...] = ()
+    """Side features of the items of a prompt, merged with their codes: ``actions``, what was done; ``gaps``, the time since the item before."""
+    actions: tuple[str, ...] = ()
+    """The actions that have a vector, where ``features`` has them; training takes those of its data."""
+
+    def __post_init__(self) -> None:
+        if self.separator not in ("none", "kept", "merged"):
+            raise ValueError(f"merger.separator is {self.separator!r}: give one of none, kept, merged")
+        if set(self.features) - set(FEATURES) or len(set(self.features)) != len(self.features):
+            raise ValueError(f"merger.features is {list(self.features)}: give each at most once of {', '.join(FEATURES)}")
+        if (self.features or self.separator != "none") and not self.enabled:
+            raise ValueError(f"merger.features is {list(self.features)} and merger.separator {self.separator!r}: set merger.enabled to true, or leave them out")
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> MergerConfig:
+        """From JSON.
+
+        Raises: ValueError for an unknown name.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(said.keys() - known):
+            raise ValueError(f"merger field {unknown[0]!r} is unknown: known are {', '.join(sorted(known))}")
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``config.json``."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @property
+    def feature_sizes(self) -> tuple[int, ...]:
+        """Values of each side feature, 0 (unknown) included."""
+        return tuple(1 + len(self.actions) if name == "actions" else GAP_BUCKETS for name in self.features)
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """How the tokens of a prompt become places: after the first, every ``tokens_per_unit`` tokens are ``places_per_unit`` places.
+
+    An item is ``units_per_item`` units. Without a merger every token is a place.
+    """
+
+    tokens_per_unit: int
+    places_per_unit: int
+    units_per_item: int
+
+    def places(self, tokens: int) -> int:
+        """Places of a prompt of so many tokens; of a beginning of one, those that it decides alone."""
+        return 1 + self.places_per_unit * ((tokens - 1) // self.tokens_per_unit) if tokens else 0
+
+    def places_of_items(self, items: int) -> int:
+        """Places of a prompt of so many items."""
+        return 1 + items * self.units_per_item * self.places_per_unit
+
+
+def side_values(
+    config: MergerConfig, actions_I: Sequence[int] | None, times_I: Sequence[int] | npt.NDArray[np.integer] | None, items: int
+) -> npt.NDArray[np.int64]:
+    """The side features [I, F] of a history's items: numbers of actions as ``MergerConfig.actions`` has them from 1 on, and moments. None: unknown.
+
+    Units: ``times_I`` seconds, ascending.
+    """
+    columns = []
+    for name in config.features:
+        if name == "actions":
+            columns.append(np.zeros(items, np.int64) if actions_I is None else np.asarray(actions_I, dtype=np.int64))
+        else:
+            columns.append(gap_buckets(times_I, items))
+    return np.stack(columns, 1) if columns else np.zeros((items, 0), dtype=np.int64)
+
+
+def gap_buckets(times_I: Sequence[int] | npt.NDArray[np.integer] | None, items: int) -> npt.NDArray[np.int64]:
+    """The bucket of the time since the item before; the first item's is unknown."""
+    buckets = np.zeros(items, dtype=np.int64)
+    if times_I is not None and items > 1:
+        seconds = np.maximum(np.diff(np.asarray(times_I, dtype=np.int64)), 0)
+        buckets[1:] = np.minimum(1 + np.log2(seconds + 1.0).astype(np.int64), GAP_BUCKETS - 1)
+    return buckets
+
+
+def action_numbers(config: MergerConfig, names: Iterable[str]) -> list[int]:
+    """The number of each action among those that have a vector, from 1 on; 0 for others."""
+    place = {name: number for number, name in enumerate(config.actions, 1)}
+    return [place.get(name, 0) for name in names]
+
+
+class TokenMerger(nn.Module):
+    """The mean of an item's codes plus a linear map of codes, separator and side features, which begins at zero: so at first an item is the mean of its codes.
+
+    As a map of the codes alone this is any linear map; what weight decay pulls it to is the mean.
+    """
+
+    def __init__(self, config: MergerConfig, levels: int, size: int) -> None:
+        super().__init__()
+        self.config, self.levels = config, levels
+        separated = config.separator == "merged"
+        self.proj = nn.Linear((levels + separated + len(config.features)) * size, size, bias=False)
+        self.separator = nn.Parameter(torch.empty(1, size)) if config.separator != "none" else None
+        self.features = nn.ModuleList(nn.Embedding(values, size) for values in config.feature_sizes)
+
+    @torch.no_grad()
+    def initialise(self, std: float) -> None:
+        """Begin at the mean; what is looked up begins at random, else the map could not learn of it."""
+        self.proj.weight.zero_()
+        if self.separator is not None:
+            self.separator.normal_(std=std)
+        for table in self.features:
+            assert isinstance(table, nn.Embedding)
+            table.weight.normal_(std=std)
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """The vector [1, D] of the place between two items, where there is one."""
+        return (self.separator,) if self.separator is not None and self.config.separator == "kept" else ()
+
+    def forward(self, codes_ILD: Tensor, side_IF: Tensor) -> Tensor:
+        """One vector per item: [I, D]."""
+        parts = [codes_ILD.flatten(1)]
+        if self.separator is not None and self.config.separator == "merged":
+            parts.append(self.separator.expand(len(codes_ILD), -1))
+        parts += [table(side_IF[:, column]) for column, table in enumerate(self.features)]
+        merged_ID: Tensor = codes_ILD.mean(1) + self.proj(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
+        return merged_ID
