@@ -45,18 +45,18 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     Raises: ValueError where a block is no whole number of items, or sees more items than its prompt has.
     """
     vocabulary = generator.vocabulary
-    levels, begin = vocabulary.levels, len(vocabulary.layout.begin)
+    levels, begin, shape = vocabulary.levels, len(vocabulary.layout.begin), generator.prompt_shape
     lengths_C = blocks.offsets_C1.diff()
-    items_R = (offsets_R1.diff() - begin) // levels
+    items_R = (offsets_R1.diff() - begin) // shape.tokens_per_item
     wrong_C = (lengths_C < levels) | (lengths_C % levels != 0) | (blocks.items_C < 0) | (blocks.items_C > items_R[blocks.prompts_C])
     if bool(wrong_C.any()) or bool((blocks.prompts_C.diff() < 0).any()):
         raise ValueError(
             f"{int(wrong_C.sum())} of {len(lengths_C)} blocks are no whole items of {levels} tokens or see more items than their prompt has, or prompts do not ascend: "
             "give each block at least one item, and the blocks in the order of their prompts"
         )
-    x_ND, places_R1 = generator.embed(tokens_T), offsets_R1
+    x_ND, places_R1 = generator.prompt_vectors(tokens_T, offsets_R1)
     begins_C = places_R1[blocks.prompts_C]
-    seen_C = begin + blocks.items_C * levels
+    seen_C = begin + blocks.items_C * shape.places_per_item
     read_S = torch.ones(len(blocks.tokens_S), dtype=torch.bool, device=tokens_T.device)
     read_S[blocks.offsets_C1[1:] - 1] = False  # nothing is predicted from a block's last token
     block_S = torch.arange(len(lengths_C), device=tokens_T.device).repeat_interleave(lengths_C)
@@ -86,12 +86,12 @@ def target_counts(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     if not generator.config.seen_bias:
         return None
     vocabulary = generator.vocabulary
-    levels = vocabulary.levels
+    levels, stride = vocabulary.levels, generator.prompt_shape.tokens_per_item
     firsts_L = torch.tensor([vocabulary.first(each) for each in range(levels)], device=tokens_T.device)
     inside_T = torch.ones(len(tokens_T), dtype=torch.bool, device=tokens_T.device)
     inside_T[offsets_R1[:-1]] = False
-    codes_NL = tokens_T[inside_T].view(-1, levels) - firsts_L
-    offsets_items_R1 = (offsets_R1 - torch.arange(len(offsets_R1), device=tokens_T.device)) // levels
+    codes_NL = tokens_T[inside_T].view(-1, stride)[:, :levels] - firsts_L
+    offsets_items_R1 = (offsets_R1 - torch.arange(len(offsets_R1), device=tokens_T.device)) // stride
     items_C = blocks.offsets_C1.diff() // levels
     block_of = torch.arange(len(items_C), device=tokens_T.device).repeat_interleave(items_C)
     targets = blocks.tokens_S.view(-1, levels) - firsts_L
