@@ -44,9 +44,10 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     Shapes: ``tokens_T`` packs prompts with their begin tokens by ``offsets_R1`` [R + 1]; returns [S, D], normalised for ``logits``.
     Raises: ValueError where a block is no whole number of items, or sees more items than its prompt has.
     """
-    levels, shape = generator.vocabulary.levels, generator.prompt_shape
+    vocabulary = generator.vocabulary
+    levels, begin, shape = vocabulary.levels, len(vocabulary.layout.begin), generator.prompt_shape
     lengths_C = blocks.offsets_C1.diff()
-    items_R = (offsets_R1.diff() - 1) // (shape.tokens_per_unit * shape.units_per_item)
+    items_R = (offsets_R1.diff() - begin) // shape.tokens_per_item
     wrong_C = (lengths_C < levels) | (lengths_C % levels != 0) | (blocks.items_C < 0) | (blocks.items_C > items_R[blocks.prompts_C])
     if bool(wrong_C.any()) or bool((blocks.prompts_C.diff() < 0).any()):
         raise ValueError(
@@ -55,7 +56,7 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
         )
     x_ND, places_R1 = generator.prompt_vectors(tokens_T, offsets_R1)
     begins_C = places_R1[blocks.prompts_C]
-    seen_C = 1 + blocks.items_C * (shape.units_per_item * shape.places_per_unit)
+    seen_C = begin + blocks.items_C * shape.places_per_item
     read_S = torch.ones(len(blocks.tokens_S), dtype=torch.bool, device=tokens_T.device)
     read_S[blocks.offsets_C1[1:] - 1] = False  # nothing is predicted from a block's last token
     block_S = torch.arange(len(lengths_C), device=tokens_T.device).repeat_interleave(lengths_C)
@@ -85,18 +86,17 @@ def target_counts(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     if not generator.config.seen_bias:
         return None
     vocabulary = generator.vocabulary
-    levels = vocabulary.levels
+    levels, stride = vocabulary.levels, generator.prompt_shape.tokens_per_item
     firsts_L = torch.tensor([vocabulary.first(each) for each in range(levels)], device=tokens_T.device)
     inside_T = torch.ones(len(tokens_T), dtype=torch.bool, device=tokens_T.device)
     inside_T[offsets_R1[:-1]] = False
-    per_item = generator.prompt_shape.tokens_per_unit * generator.prompt_shape.units_per_item
-    codes_NL = tokens_T[inside_T].view(-1, per_item)[:, :levels] - firsts_L
-    items_R1 = (offsets_R1 - torch.arange(len(offsets_R1), device=tokens_T.device)) // per_item
+    codes_NL = tokens_T[inside_T].view(-1, stride)[:, :levels] - firsts_L
+    offsets_items_R1 = (offsets_R1 - torch.arange(len(offsets_R1), device=tokens_T.device)) // stride
     items_C = blocks.offsets_C1.diff() // levels
     block_of = torch.arange(len(items_C), device=tokens_T.device).repeat_interleave(items_C)
     targets = blocks.tokens_S.view(-1, levels) - firsts_L
     seen = blocks.prompts_C[block_of], blocks.items_C[block_of]
-    return shared_counts(codes_NL, items_R1, targets, *seen, level, vocabulary.level_sizes[level])
+    return shared_counts(codes_NL, offsets_items_R1, targets, *seen, level, vocabulary.level_sizes[level])
 
 
 def target_log_probs(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, blocks: TargetBlocks) -> Tensor:

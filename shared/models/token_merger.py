@@ -77,13 +77,19 @@ class PromptShape:
     places_per_unit: int
     units_per_item: int
 
+    @property
+    def places_per_item(self) -> int:
+        """Places of an item."""
+        return self.units_per_item * self.places_per_unit
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Numbers that spell an item in a prompt."""
+        return self.units_per_item * self.tokens_per_unit
+
     def places(self, tokens: int) -> int:
         """Places of a prompt of so many tokens; of a beginning of one, those that it decides alone."""
         return 1 + self.places_per_unit * ((tokens - 1) // self.tokens_per_unit) if tokens else 0
-
-    def places_of_items(self, items: int) -> int:
-        """Places of a prompt of so many items."""
-        return 1 + items * self.units_per_item * self.places_per_unit
 
 
 def side_values(
