@@ -47,7 +47,15 @@ class PageCounts:
         exposed_P = np.bincount(page[answers_S == EXPOSED], minlength=len(lengths))
         by_answer = [int((answers_S == answer).sum()) for answer in (ORDERED, CLICKED, EXPOSED, DISLIKED)]
         several = positives_P >= 2
-        totals = [len(lengths), len(answers_S), *by_answer, (positives_P > 0).sum(), several.sum(), positives_P[several].sum(), ((exposed_P > 0) & (positives_P > 0)).sum()]
+        totals = [
+            len(lengths),
+            len(answers_S),
+            *by_answer,
+            (positives_P > 0).sum(),
+            several.sum(),
+            positives_P[several].sum(),
+            ((exposed_P > 0) & (positives_P > 0)).sum(),
+        ]
         sizes = np.bincount(np.searchsorted(SIZES, lengths, side="right") - 1, minlength=len(SIZES)) if len(lengths) else np.zeros(len(SIZES))
         place = np.arange(len(page)) - np.repeat(np.asarray(offsets_P1[:-1], dtype=np.int64), lengths)
         mixed = ((positives_P > 0) & (positives_P < lengths))[page] & (place < POSITIONS)

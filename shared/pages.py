@@ -19,14 +19,16 @@ from semantide.shared.errors import Conflict
 
 IntArray = npt.NDArray[np.int64]
 
+Answers = npt.NDArray[np.int8]
+
 DISLIKED, EXPOSED, CLICKED, ORDERED = -1, 0, 1, 2
 CLICKED_FROM, ORDERED_FROM = 1.0, 3.0
 """Least intensities; below the first an item was only shown, below zero it was disliked."""
 
 
-def answers(intensities: npt.NDArray[np.floating]) -> npt.NDArray[np.int8]:
-    """How strongly each item was answered, by intensity: DISLIKED, EXPOSED, CLICKED or ORDERED."""
-    steps = np.searchsorted([0.0, CLICKED_FROM, ORDERED_FROM], intensities, side="right")
+def answers(intensities: npt.NDArray[np.floating], clicked_from: float = CLICKED_FROM, ordered_from: float = ORDERED_FROM) -> Answers:
+    """How strongly each item was answered: DISLIKED, EXPOSED, CLICKED or ORDERED."""
+    steps = np.searchsorted([0.0, clicked_from, ordered_from], intensities, side="right")
     return (steps - 1).astype(np.int8)
 
 
@@ -34,7 +36,7 @@ def answers(intensities: npt.NDArray[np.floating]) -> npt.NDArray[np.int8]:
 class Pages:
     """Pages in order of user and time; items in the order in which they were first seen there.
 
-    Shapes: ``users_P``, ``times_P`` [P]; ``offsets_P1`` [P + 1]; ``items_S``, ``answers_S`` [S].
+    Shapes: ``users_P``, ``times_P`` [P]; ``offsets_P1`` [P + 1]; ``items_S``, ``intensities_S`` [S].
     Units: ``times_P``, of a page's first event, milliseconds.
     """
 
@@ -42,7 +44,7 @@ class Pages:
     times_P: IntArray
     offsets_P1: IntArray
     items_S: IntArray
-    answers_S: npt.NDArray[np.int8]
+    intensities_S: npt.NDArray[np.float32]
 
     @classmethod
     def load(cls, folder: Path, intensities: Mapping[str, float]) -> Pages:
@@ -60,14 +62,14 @@ class Pages:
         unknown = sorted(set(names) - set(intensities))
         if unknown:
             raise Conflict(f"{folder.name} has pages with the action {unknown[0]!r}, whose intensity it does not know: make the data set anew")
-        strength = answers(np.array([intensities[name] for name in names], dtype=np.float64))
+        strength = np.array([intensities[name] for name in names], dtype=np.float32)
         lengths = np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
         return cls(
             table["user"].to_numpy().astype(np.int64),
             table["time"].to_numpy().astype(np.int64),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
-            strength[shown.indices.to_numpy()] if names else np.zeros(0, np.int8),
+            strength[shown.indices.to_numpy()] if names else strength,
         )
 
     @classmethod
@@ -78,12 +80,16 @@ class Pages:
     def __len__(self) -> int:
         return len(self.users_P)
 
+    def answers(self, clicked_from: float = CLICKED_FROM, ordered_from: float = ORDERED_FROM) -> Answers:
+        """How strongly each item was answered."""
+        return answers(self.intensities_S, clicked_from, ordered_from)
+
     def take(self, kept_P: npt.NDArray[np.bool_]) -> Pages:
         """Some of the pages."""
         lengths = np.diff(self.offsets_P1)
         inside = np.repeat(kept_P, lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths[kept_P])]).astype(np.int64)
-        return Pages(self.users_P[kept_P], self.times_P[kept_P], offsets, self.items_S[inside], self.answers_S[inside])
+        return Pages(self.users_P[kept_P], self.times_P[kept_P], offsets, self.items_S[inside], self.intensities_S[inside])
 
     def training(self, dataset: Dataset) -> tuple[Pages, IntArray]:
         """The pages of the training part, and how many events of its user's history came before each.

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from semantide.kernels.attention import jagged_attention
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
-from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.models.targets import TargetBlocks, target_counts, target_hidden, target_log_probs
+from semantide.shared.models.token_merger import MergerConfig
 
 LEVELS = (7, 5, 6)
 HISTORIES = st.lists(st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=4)), min_size=1, max_size=4)
