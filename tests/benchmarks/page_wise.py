@@ -44,7 +44,16 @@ from semantide.shared.pages import Pages
 BEAM_WIDTH = 50
 KS = (10, 50)
 FORMS = ("parallel", "point", "point, equal tokens", "sequential", "next token")
-SHAPE = {"num_layers": 2, "hidden_size": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 192, "dropout": 0.2, "embedding_dropout": 0.2}
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 96,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 192,
+    "dropout": 0.2,
+    "embedding_dropout": 0.2,
+}
 TRAINED: dict[str, dict[str, Any]] = {
     "movielens": {"max_items": 100, "items_per_batch": 2048, "epochs": 24, "learning_rate": 2e-3, "warmup_steps": 50, "crop": "cover"},
     "kuairand": {"max_items": 50, "items_per_batch": 1536, "epochs": 12, "learning_rate": 2e-3, "warmup_steps": 50, "crop": "cover"},
@@ -125,7 +134,7 @@ def measured(world: World, form: str, seed: int, quick: bool, epochs: float = 1.
 
 def test_cases(dataset: Dataset) -> list[Case]:
     """Users whose last page has two positives or more."""
-    return [case for case in cases_of(dataset, "test") if len(case.targets) > 1]
+    return cases_of(dataset, "test", min_targets=2)
 
 
 def shared_reading(world: World) -> tuple[list[str], dict[str, Any]]:
@@ -192,7 +201,9 @@ def main() -> int:
         for other in options.forms:
             if other != "parallel" and "parallel" in runs:
                 for name, figure in (("hr@", "hr@10 filtered"), ("ndcg@", "ndcg@10 filtered"), ("hr@", "hr@50 filtered")):
-                    measures[f"{world.name}_{figure.split()[0]}_parallel_over_{other.replace(', ', '_').replace(' ', '_')}"] = gain(runs["parallel"], runs[other], name, figure)
+                    measures[f"{world.name}_{figure.split()[0]}_parallel_over_{other.replace(', ', '_').replace(' ', '_')}"] = gain(
+                        runs["parallel"], runs[other], name, figure
+                    )
     if options.json:
         sys.stderr.write(json.dumps(runs) + "\n")
     return finish("page_wise", options, measures, wrong)

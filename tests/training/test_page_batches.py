@@ -117,7 +117,7 @@ def test_the_form_of_the_targets_does_not_change_which_prompts_share_a_batch(log
 
 def test_stronger_answers_come_first_and_weigh_more_and_what_was_shown_is_what_the_config_says() -> None:
     data, pages = world([[[0.0, 1.0, 3.0, -1.0, 1.0, 0.0, 0.0]]])
-    (seen, items, weights), = blocks(PageSampler(data, pages, config("sequential"), 0))
+    ((seen, items, weights),) = blocks(PageSampler(data, pages, config("sequential"), 0))
     assert (seen, items[0], sorted(items[1:]), weights) == ([], 2, [1, 4], [2.0, 1.0, 1.0])
     orders = {tuple(blocks(PageSampler(data, pages, config("sequential"), 0), number)[0][1]) for number in range(20)}
     assert orders == {(2, 1, 4), (2, 4, 1)}, "equals change places"
@@ -125,7 +125,14 @@ def test_stronger_answers_come_first_and_weigh_more_and_what_was_shown_is_what_t
     assert orders == {(2, 1, 4)}
     weak = blocks(PageSampler(data, pages, config(exposed="weak", exposed_cap=2), 0))
     assert [weights for _, _, weights in weak] == [[2.0], [1.0], [1.0], [pytest.approx(0.1)], [pytest.approx(0.1)]]
-    assert {items[0] for number in range(20) for _, items, _ in blocks(PageSampler(data, pages, config(exposed="weak", exposed_cap=2), 0), number)} == {0, 1, 2, 4, 5, 6}
+    assert {items[0] for number in range(20) for _, items, _ in blocks(PageSampler(data, pages, config(exposed="weak", exposed_cap=2), 0), number)} == {
+        0,
+        1,
+        2,
+        4,
+        5,
+        6,
+    }
     contrast = blocks(PageSampler(data, pages, config(exposed="contrast"), 0))
     assert sorted(weights[0] for _, _, weights in contrast) == [0, 0, 0, 1, 1, 2]
     assert [items for _, items, _ in blocks(PageSampler(data, pages, config(page_cap=1), 0))] == [[2]], "the strongest stays"
@@ -167,7 +174,11 @@ def test_without_any_positive_there_is_nothing_to_train_on(log: Log) -> None:
 def test_one_action_only_and_pages_of_one_item_train_as_items_do() -> None:
     data, pages = world([[[1.0], [1.0], [1.0]]])
     for targets in ("parallel", "point", "sequential"):
-        assert sorted(blocks(PageSampler(data, pages, config(targets), 0)), key=lambda block: block[1]) == [([], [0], [1.0]), ([0], [1], [1.0]), ([0, 1], [2], [1.0])]
+        assert sorted(blocks(PageSampler(data, pages, config(targets), 0)), key=lambda block: block[1]) == [
+            ([], [0], [1.0]),
+            ([0], [1], [1.0]),
+            ([0, 1], [2], [1.0]),
+        ]
     assert PageSampler(data, pages, config(), 0).figures["can_pay"] is False
     with pytest.raises(BadData, match="all positives have weight 0"):
         PageSampler(data, pages, config(clicked_weight=0.0), 0)

@@ -68,7 +68,13 @@ def test_point_wise_gradients_over_all_positives_add_up_to_the_parallel_one() ->
     point = PageWise(generator, tokens_NL, config("point"))
     for seen, items, weights in asked(batch):
         one = PageTargets(
-            torch.tensor(items), torch.tensor(weights), torch.tensor([False]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([len(seen)]), torch.tensor([0])
+            torch.tensor(items),
+            torch.tensor(weights),
+            torch.tensor([False]),
+            torch.tensor([0, 1]),
+            torch.tensor([0]),
+            torch.tensor([len(seen)]),
+            torch.tensor([0]),
         )
         history = Jagged.from_sequences([seen])
         point.loss(HistoryBatch(history, torch.zeros(len(seen), dtype=torch.int64), torch.tensor([0]), None, 0, one)).sums_K.sum().backward()
