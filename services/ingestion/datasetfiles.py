@@ -37,6 +37,7 @@ IntArray = npt.NDArray[np.int64]
 class DatasetConfig:
     """How a data set is made.
 
+    ``page_names``: what an interaction's ``page`` names, one page, or a tab whose events within a session are one page.
     ``keep_cold_items`` keeps items that are described but have too few events: they can be recommended by their content.
     Units: ``valid_time``, ``test_time`` milliseconds since 1970 (0: by fraction); ``session_gap_seconds`` seconds.
     """
@@ -52,6 +53,7 @@ class DatasetConfig:
     min_item_events: int = 1
     max_history: int = 0
     session_gap_seconds: int = 1800
+    page_names: Literal["pages", "tabs"] = "pages"
     keep_cold_items: bool = True
 
     @classmethod
@@ -77,6 +79,8 @@ class DatasetConfig:
         made = cls(**{"session_gap_seconds": session_gap_seconds, **config})
         if made.split not in ("leave-one-out", "last-page", "temporal"):
             raise ValueError(f"split is {made.split!r}: use leave-one-out, last-page or temporal")
+        if made.page_names not in ("pages", "tabs"):
+            raise ValueError(f"page_names is {made.page_names!r}: use pages or tabs")
         if made.deduplicate not in ("consecutive", "all", "none"):
             raise ValueError(f"deduplicate is {made.deduplicate!r}: use consecutive, all or none")
         if not (made.valid_fraction >= 0 and made.test_fraction > 0 and made.valid_fraction + made.test_fraction < 1):
@@ -151,6 +155,7 @@ def write_dataset(
         [{**cleaned.pieces(part, "events", "users"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
         splitting=splitting,
         session_gap_seconds=config.session_gap_seconds,
+        tabs=config.page_names == "tabs",
         signals=signals,
     )
     figures = pa.concat_tables(finished.tables("figures")).to_pydict()

@@ -106,7 +106,7 @@ def times_of(positives: pa.Table, low: int, width: int) -> dict[str, Output]:
 
 
 def finish(
-    events: pa.Table, positives: pa.Table, users: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int, signals: Signals
+    events: pa.Table, positives: pa.Table, users: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int, tabs: bool, signals: Signals
 ) -> dict[str, Output]:
     """Histories, pages and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none."""
     row_of = rows["row"].to_numpy()
@@ -115,7 +115,7 @@ def finish(
     present, starts = np.unique(number, return_index=True)
     offsets = np.append(starts, len(number)).astype(np.int64)
     lengths = np.diff(offsets)
-    parts = split(times, offsets, splitting, page_of(number, times, positives["page"].to_numpy(), session_gap_ms=session_gap_seconds * 1000))
+    parts = split(times, offsets, splitting, page_of(number, times, positives["page"].to_numpy(), session_gap_ms=session_gap_seconds * 1000, tabs=tabs))
     within = np.arange(len(item_rows)) - np.repeat(offsets[:-1], lengths)
     counts = np.bincount(item_rows[within < np.repeat(parts.train_end, lengths)], minlength=len(row_of))
     counted = np.flatnonzero(counts)
@@ -131,7 +131,7 @@ def finish(
     time, action, page = (events[name].to_numpy()[seen] for name in ("time", "action", "page"))
     shown = pages(
         Shown(seen_user[seen], seen_row[seen], time, action, page), time_at(parts.train_end), time_at(parts.valid_end), signals,
-        session_gap_ms=session_gap_seconds * 1000,
+        session_gap_ms=session_gap_seconds * 1000, tabs=tabs,
     )  # fmt: skip
     figures = (
         len(present), len(item_rows), int(parts.train_end.sum()), int((parts.valid_end - parts.train_end).sum()), int((lengths - parts.valid_end).sum()),

@@ -1,6 +1,7 @@
 """Sessions and pages: what a user saw together.
 
-A page is what the sender called one (page id), else a session: events of one user with no longer silence between them than the gap.
+A page is what the sender called one (page id), else a session: events of one user with no longer silence between them than the gap. Where senders name tabs
+instead (a feed, a search, a shelf), a page is what a session showed on one of them.
 A page never reaches over the ends of the user's training or validation part: it is cut there, so its time tells its part.
 Legend: E events, S items shown on pages, P pages, U users.
 """
@@ -45,14 +46,14 @@ class Pages:
     actions: Numbers
 
 
-def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Signals, *, session_gap_ms: int) -> Pages:
+def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Signals, *, session_gap_ms: int, tabs: bool = False) -> Pages:
     """What was shown together; the two times of each user [U] are those of the first validation and first test event, the highest number where there is none.
 
     An item shown several times on a page counts once, at its first place, with its strongest signal; dislike outweighs all.
     """
     if not len(events.user):
         return Pages(events.user, events.time, np.zeros(1, np.int32), events.item, events.action)
-    page = _page_numbers(events, valid_time, test_time, session_gap_ms)
+    page = _page_numbers(events, valid_time, test_time, session_gap_ms, tabs)
     key = page * (int(events.item.max()) + 1) + events.item
     order = np.argsort(key)  # each page's items together
     starts = np.flatnonzero(np.append(True, key[order[1:]] != key[order[:-1]]))
@@ -67,16 +68,25 @@ def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Sig
     return Pages(events.user[first], events.time[first], offsets, events.item[place[by_place]], strongest[by_place])
 
 
-def _page_numbers(events: Shown, valid_time: IntArray, test_time: IntArray, session_gap_ms: int) -> IntArray:
+def _page_numbers(events: Shown, valid_time: IntArray, test_time: IntArray, session_gap_ms: int, tabs: bool) -> IntArray:
     """A number for each page [E]."""
     part = (events.time >= valid_time[events.user]).astype(np.int8) + (events.time >= test_time[events.user])
-    return page_of(events.user, events.time, events.page, part, session_gap_ms=session_gap_ms)
+    return page_of(events.user, events.time, events.page, part, session_gap_ms=session_gap_ms, tabs=tabs)
 
 
 def page_of(
-    user: npt.NDArray[np.integer], time: IntArray, page: npt.NDArray[np.int32], part: npt.NDArray[np.int8] | None = None, *, session_gap_ms: int
+    user: npt.NDArray[np.integer],
+    time: IntArray,
+    page: npt.NDArray[np.int32],
+    part: npt.NDArray[np.int8] | None = None,
+    *,
+    session_gap_ms: int,
+    tabs: bool = False,
 ) -> IntArray:
-    """A number for the page [E] of each event, in order of user and time: what the sender called it, else the session; events of two parts never share one."""
+    """A number for the page [E] of each event, in order of user and time: what the sender called it, else the session; with ``tabs`` what it was called within a session.
+
+    Events of two parts never share a page.
+    """
     if not len(user):
         return np.zeros(0, np.int64)
     part = np.zeros(len(user), np.int8) if part is None else part
@@ -85,6 +95,7 @@ def page_of(
     named = page >= 0
     if not named.any():
         return session
-    keys = (user[named].astype(np.int64) * 3 + part[named]) * (int(page.max()) + 1) + page[named]
+    within = session[named] if tabs else user[named].astype(np.int64) * 3 + part[named]
+    keys = within * (int(page.max()) + 1) + page[named]
     session[named] = int(session[-1]) + 1 + np.unique(keys, return_inverse=True)[1]
     return session

@@ -218,7 +218,8 @@ EVENTS = st.lists(
     part_rows=st.integers(1, 50),
     config=st.fixed_dictionaries(
         {
-            "split": st.sampled_from(["leave-one-out", "temporal"]),
+            "split": st.sampled_from(["leave-one-out", "last-page", "temporal"]),
+            "page_names": st.sampled_from(["pages", "tabs"]),
             "deduplicate": st.sampled_from(["consecutive", "all", "none"]),
             "min_user_events": st.integers(1, 4),
             "min_item_events": st.integers(1, 4),

@@ -25,23 +25,25 @@ def strongest(actions: list[int], *, dislike_first: bool) -> int:
 
 
 @settings(deadline=None)
-@given(EVENTS, st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), min_size=3, max_size=3), st.integers(0, 4))
-def test_pages_are_those_of_one_event_after_another(rows: list[tuple[int, ...]], cuts: list[tuple[int, int]], gap: int) -> None:
+@given(EVENTS, st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), min_size=3, max_size=3), st.integers(0, 4), st.booleans())
+def test_pages_are_those_of_one_event_after_another(rows: list[tuple[int, ...]], cuts: list[tuple[int, int]], gap: int, tabs: bool) -> None:
     rows = sorted(rows, key=lambda row: (row[0], row[2]))
     valid = [moment if moment < 9 else NEVER for moment, _ in cuts]
     test = [min(moment + later, NEVER) if moment != NEVER else NEVER for moment, (_, later) in zip(valid, cuts, strict=True)]
     expected: dict[tuple[object, ...], dict[int, list[int]]] = {}
     begins: dict[tuple[object, ...], int] = {}
-    session, last = 0, (-1, 0)
+    session, last = 0, (-1, 0, 0)
     for user, item, time, action, page in rows:
-        if user != last[0] or time - last[1] > gap:
+        part = (time >= valid[user]) + (time >= test[user])
+        if user != last[0] or time - last[1] > gap or part != last[2]:
             session += 1
-        last = (user, time)
-        key = (user, ("page", page) if page >= 0 else ("session", session), (time >= valid[user]) + (time >= test[user]))
+        last = (user, time, part)
+        named = ("tab", session, page) if tabs else ("page", page)
+        key = (user, named if page >= 0 else ("session", session), part)
         begins.setdefault(key, time)
         expected.setdefault(key, {}).setdefault(item, []).append(action)
     columns = [np.array([row[column] for row in rows], dtype) for column, dtype in enumerate((np.int32, np.int32, np.int64, np.int16, np.int32))]
-    found = pages(Shown(*columns), np.array(valid), np.array(test), SIGNALS, session_gap_ms=gap)
+    found = pages(Shown(*columns), np.array(valid), np.array(test), SIGNALS, session_gap_ms=gap, tabs=tabs)
     shown = [
         (user, time, list(zip(found.items[begin:end].tolist(), found.actions[begin:end].tolist(), strict=True)))
         for user, time, begin, end in zip(found.user.tolist(), found.time.tolist(), found.offsets[:-1], found.offsets[1:], strict=True)
