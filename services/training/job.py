@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from semantide.services.training.alignment import rows_of
+from semantide.services.training.row_matching import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.flops import StepMeter, measured_peak, work_of

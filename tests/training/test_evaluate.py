@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from semantide.services.training.alignment import inverse, rows_of
+from semantide.services.training.row_matching import inverse, rows_of
 from semantide.services.training.evaluate import Case, EvaluateConfig, cases_of, evaluate
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, SASRecRanker
 from semantide.shared.dataset import Dataset
