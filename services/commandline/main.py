@@ -19,6 +19,7 @@ from semantide.services.commandline import display, jobs, processes, stack, vari
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.recommendations import recommend
+from semantide.services.commandline.simulation import abtest, simulate
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ClusterWish, JobRecord, JobSpec
@@ -34,6 +35,8 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
 app.command()(jobs.report)
+app.command()(simulate)
+app.command()(abtest)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 

@@ -29,18 +29,12 @@ class LoggingPolicy:
         config = self.world.config
         noise_BD = np.stack([_normal(config.seed, "guess", users_B, column) for column in range(config.dimensions)], 1) / np.sqrt(config.dimensions)
         guess_BD = self.world.taste_UD[users_B] + _GUESS * noise_BD
-        score_BN = config.sharpness * (guess_BD @ self.world.item_ND.T) + _POPULARITY * self.world.popularity_N
+        # Not a matrix product: the last digits of that depend on how many people are looked at together.
+        liked_BN: Floats = np.einsum("bd,nd->bn", guess_BD, self.world.item_ND)
+        score_BN = config.sharpness * liked_BN + _POPULARITY * self.world.popularity_N
         score_BN = np.exp(score_BN - score_BN.max(1, keepdims=True))
         mixed: Floats = (1 - config.uniform_share) * score_BN / score_BN.sum(1, keepdims=True) + config.uniform_share / config.items
         return mixed
-
-    def independent(self, users_B: Numbers, count: int, rng: np.random.Generator) -> Numbers:
-        """Items drawn with the weights, each by itself [B, count]; users ascending."""
-        items = np.zeros((len(users_B), count), dtype=np.int64)
-        for user in np.unique(users_B):
-            rows = np.flatnonzero(users_B == user)
-            items[rows] = rng.choice(self.world.config.items, (len(rows), count), p=self.weights(np.array([user]))[0])
-        return items
 
 
 class Shelf:

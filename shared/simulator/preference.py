@@ -5,20 +5,18 @@ Legend: B people at a moment, S items that each is shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from semantide.shared.simulator.chance import Floats
 from semantide.shared.simulator.marginals import Marginals
-from semantide.shared.simulator.policy import LoggingPolicy
 from semantide.shared.simulator.users import Numbers, World
 
 # Log odds per unit: the lasting taste, the topic in the fore, the item's attraction, the person's readiness. The last two give the spread of people's and items' click rates in the real log.
-_TASTE, _FOCUS, _ATTRACTION, _READINESS = 2.2, 1.6, 0.8, 0.9
+_TASTE, _FOCUS, _ATTRACTION, _READINESS = 3.0, 2.2, 1.5, 2.1
 _REPEAT = 2.5  # taken from the log odds of what was opened before
-_SAMPLE = 20_000
 
 # After a click: how much of what brought it counts again, how much the item's value does, and how much an attraction that promised too much costs.
 _AFTER: Mapping[str, tuple[float, float, float]] = {
@@ -70,20 +68,27 @@ class Preference:
     tab_offset: Floats
 
     @classmethod
-    def fit(cls, world: World, policy: LoggingPolicy, marginals: Marginals) -> Preference:
-        """With the rates of signals of a real log, as the logging policy would meet them."""
+    def unfitted(cls, world: World, marginals: Marginals) -> Preference:
+        """With intercepts of 0."""
         offset = _log_odds(np.clip(marginals.tab_rate, 0.02, 0.98)) - _log_odds(np.asarray(marginals.rates["click"]))
-        blank = cls(world, dict.fromkeys(SIGNALS, 0.0), offset)
-        moment = _typical(world, policy, marginals)
-        rates = {**marginals.rates, "order": world.config.order_share * marginals.rates["click"]}
-        seen = blank.seen(moment)
-        wanted = blank.wanted(moment)
-        fitted = {"click": _intercept(wanted, seen, rates["click"])}
-        click = seen * _chance(wanted + fitted["click"])
+        return cls(world, dict.fromkeys(SIGNALS, 0.0), offset)
+
+    def fitted(self, moments: Sequence[Moment], marginals: Marginals) -> Preference:
+        """With such intercepts that these moments have the rates of signals of a real log."""
+        rates = {**marginals.rates, "order": self.world.config.order_share * marginals.rates["click"]}
+        there = [moment.items_BS >= 0 for moment in moments]
+
+        def flat(values: Iterable[Floats]) -> Floats:
+            return np.concatenate([each[shown] for each, shown in zip(values, there, strict=True)])
+
+        seen, wanted = flat(map(self.seen, moments)), [self.wanted(moment) for moment in moments]
+        fitted = {"click": _intercept(flat(wanted), seen, rates["click"])}
+        click = seen * _chance(flat(wanted) + fitted["click"])
         for name in _AFTER:
-            fitted[name] = _intercept(blank.after(name, moment, wanted + fitted["click"]), click, rates[name])
-        fitted["hate"] = _intercept(-wanted, seen - click, rates["hate"])
-        return cls(world, fitted, offset)
+            log_odds = flat(self.after(name, moment, each + fitted["click"]) for moment, each in zip(moments, wanted, strict=True))
+            fitted[name] = _intercept(log_odds, click, rates[name])
+        fitted["hate"] = _intercept(-flat(wanted), seen - click, rates["hate"])
+        return replace(self, intercepts=fitted)
 
     def chances(self, moment: Moment) -> Chances:
         """Of every reaction at this moment; zero where nothing is shown."""
@@ -95,18 +100,17 @@ class Preference:
 
     def seen(self, moment: Moment) -> Floats:
         """How surely each place is looked at: less the further down."""
-        attention: Floats = (moment.slots_BS + 1.0) ** -self.world.config.position_bias
-        return attention
+        attention = np.power(moment.slots_BS + 1.0, -self.world.config.position_bias).astype(np.float64)
+        return np.broadcast_to(attention, moment.items_BS.shape)
 
     def wanted(self, moment: Moment) -> Floats:
         """Log odds of opening, but for the intercept."""
         world, users = self.world, moment.users_B[:, None]
         items_BSD = world.item_ND[moment.items_BS]
-        taste = np.einsum("bsd,bd->bs", items_BSD, world.taste_UD[moment.users_B])
-        focus = np.einsum("bsd,bd->bs", items_BSD, world.centre_KD[moment.focus_B])
-        drawn: Floats = _TASTE * taste + _FOCUS * focus + _ATTRACTION * world.attraction_N[moment.items_BS] + _READINESS * world.readiness_U[users]
-        drawn = drawn + self.tab_offset[moment.tabs_B][:, None] - world.config.fatigue * moment.tired_BS - _REPEAT * moment.known_BS
-        return drawn
+        taste: Floats = np.einsum("bsd,bd->bs", items_BSD, world.taste_UD[moment.users_B])
+        focus: Floats = np.einsum("bsd,bd->bs", items_BSD, world.centre_KD[moment.focus_B])
+        wanted: Floats = _TASTE * taste + _FOCUS * focus + _ATTRACTION * world.attraction_N[moment.items_BS] + _READINESS * world.readiness_U[users]
+        return wanted + self.tab_offset[moment.tabs_B][:, None] - world.config.fatigue * moment.tired_BS - _REPEAT * moment.known_BS
 
     def after(self, name: str, moment: Moment, wanted: Floats) -> Floats:
         """Log odds of a further signal, but for the intercept."""
@@ -117,24 +121,6 @@ class Preference:
         """Log odds of opening every item [B, N], as far as they lie in the person and the item: what an oracle ranks by."""
         liked = _TASTE * self.world.taste_UD[users_B] + _FOCUS * self.world.centre_KD[focus_B]
         return liked @ self.world.item_ND.T + _ATTRACTION * self.world.attraction_N
-
-
-def _typical(world: World, policy: LoggingPolicy, marginals: Marginals) -> Moment:
-    """What a first page of the logging policy looks like, for many people."""
-    rng = np.random.default_rng([world.config.seed, *b"typical"])
-    people = rng.integers(0, world.config.users, min(_SAMPLE, 20 * world.config.users))
-    users = np.sort(people)
-    slots = np.broadcast_to(np.arange(world.config.slots[1]), (len(users), world.config.slots[1]))
-    lengths = rng.integers(world.config.slots[0], world.config.slots[1] + 1, len(users))
-    items = policy.independent(users, world.config.slots[1], rng)
-    tabs = rng.choice(len(marginals.tabs), len(users), p=marginals.tab_share)
-    there = slots < lengths[:, None]
-    focus = world.focus(users, rng.integers(0, 8, len(users)))
-    topics = world.topic_N[items]
-    earlier = topics[:, :, None] == topics[:, None, :]
-    # Visits of about two pages: half of what is shown comes on a second one.
-    tired = (np.tril(earlier, -1).sum(2) * 1.5).astype(np.float64)
-    return Moment(users, focus, tabs, np.where(there, items, -1), slots, tired, np.zeros(items.shape, dtype=np.bool_))
 
 
 def _intercept(drawn: Floats, weight: Floats, rate: float) -> float:

@@ -96,7 +96,8 @@ class World:
     @cached_property
     def popularity_N(self) -> Floats:
         """How well known an item is, standard normal; attraction and value are behind a part of it."""
-        return 0.5 * self.attraction_N + 0.5 * self.value_N + np.sqrt(0.5) * self._rng("popularity").normal(size=self.config.items)
+        noise_N: Floats = self._rng("popularity").normal(size=self.config.items)
+        return 0.5 * self.attraction_N + 0.5 * self.value_N + 0.5**0.5 * noise_N
 
     @cached_property
     def duration_quantile_N(self) -> Floats:
@@ -114,7 +115,7 @@ class World:
         """What each person likes at all times."""
         weight_I = np.array([0.5, 0.3, 0.2])[: self.interests_UI.shape[1]]
         noise_UD = self._rng("taste").normal(size=(self.config.users, self.config.dimensions)) / np.sqrt(self.config.dimensions)
-        mixture_UD = np.einsum("i,uid->ud", weight_I, self.centre_KD[self.interests_UI])
+        mixture_UD: Floats = np.einsum("i,uid->ud", weight_I, self.centre_KD[self.interests_UI])
         return _directions(mixture_UD + 0.5 * _SPREAD * noise_UD)
 
     @cached_property
@@ -134,7 +135,9 @@ class World:
         which_B = np.zeros(len(users_B), dtype=np.int64)
         for session in range(int(sessions_B.max(initial=0)) + 1):
             # Dearer interests come back more often.
-            drawn_B = np.minimum((uniform(self.config.seed, "interest", users_B, session) ** 1.5 * interests_BI.shape[1]).astype(np.int64), interests_BI.shape[1] - 1)
+            drawn_B = np.minimum(
+                (uniform(self.config.seed, "interest", users_B, session) ** 1.5 * interests_BI.shape[1]).astype(np.int64), interests_BI.shape[1] - 1
+            )
             changes_B = (uniform(self.config.seed, "switch", users_B, session) < _SWITCH) | (session == 0)
             which_B = np.where(changes_B & (session <= sessions_B), drawn_B, which_B)
         return interests_BI[np.arange(len(users_B)), which_B]
