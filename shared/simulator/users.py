@@ -97,7 +97,8 @@ class World:
     def popularity_N(self) -> Floats:
         """How well known an item is, standard normal; attraction and value are behind a part of it."""
         noise_N: Floats = self._rng("popularity").normal(size=self.config.items)
-        return 0.5 * self.attraction_N + 0.5 * self.value_N + 0.5**0.5 * noise_N
+        popularity_N: Floats = 0.5 * self.attraction_N + 0.5 * self.value_N + 0.5**0.5 * noise_N
+        return popularity_N
 
     @cached_property
     def duration_quantile_N(self) -> Floats:
