@@ -114,7 +114,7 @@ def _estimate(decisions: Decisions, clip: float | None, confidence: float, parts
     count = int(place_C.max(initial=-1)) + 1
 
     def by_group(values_C: Floats) -> Floats:
-        return np.bincount(place_C, values_C, minlength=count)
+        return np.bincount(place_C, values_C, minlength=count).astype(np.float64)
 
     sums, counts = (by_group(part) for part in parts(cut))
     square = float((cut**2).sum())
