@@ -49,7 +49,9 @@ class Rollouts:
     def __post_init__(self) -> None:
         groups, events = len(self.users_B), len(self.histories_E)
         if self.offsets_B1.shape != (groups + 1,) or self.items_BG.ndim != 2 or len(self.items_BG) != groups:
-            raise ValueError(f"{groups} users, offsets {self.offsets_B1.shape} and items {self.items_BG.shape}: give each group one user, history and row of items")
+            raise ValueError(
+                f"{groups} users, offsets {self.offsets_B1.shape} and items {self.items_BG.shape}: give each group one user, history and row of items"
+            )
         if int(self.offsets_B1[0]) != 0 or int(self.offsets_B1[-1]) != events or (np.diff(self.offsets_B1) < 0).any():
             raise ValueError(f"offsets do not cover {events} events: give them ascending from 0 to the number of events")
         if not len(self.times_E) == len(self.actions_E) == events:
@@ -141,7 +143,13 @@ class Scorer(Protocol):
 
 
 def rollouts_of(
-    dataset: str, users: Sequence[int], histories: Sequence[IntArray], times: Sequence[IntArray], items_BG: IntArray, actions: Sequence[IntArray] = (), names: Sequence[str] = ()
+    dataset: str,
+    users: Sequence[int],
+    histories: Sequence[IntArray],
+    times: Sequence[IntArray],
+    items_BG: IntArray,
+    actions: Sequence[IntArray] = (),
+    names: Sequence[str] = (),
 ) -> Rollouts:
     """Pack groups; without ``actions`` nobody knows what was done."""
     lengths = [len(history) for history in histories]

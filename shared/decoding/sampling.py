@@ -196,9 +196,7 @@ def _extended(
         return values_RWK.flatten(1).gather(1, flat_RW)
 
     steps_RWL = slots.steps_RWL.gather(1, parents_RW[:, :, None].expand(-1, -1, slots.steps_RWL.shape[2]))
-    grown = _Slots(
-        of(children_RWK).clamp_min(0), of(scores_RWK), chosen_RW, live_RW, torch.cat([steps_RWL, of(log_probs_RWK)[:, :, None]], 2)
-    )
+    grown = _Slots(of(children_RWK).clamp_min(0), of(scores_RWK), chosen_RW, live_RW, torch.cat([steps_RWL, of(log_probs_RWK)[:, :, None]], 2))
     return grown, parents_RW, codes_RW
 
 

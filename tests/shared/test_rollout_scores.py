@@ -18,7 +18,13 @@ REWARD = "rewards/sha256-" + "a" * 64
 
 def some(seed: int) -> Rollouts:
     items_BG = np.random.default_rng(seed).integers(-1, 9, (3, 4))
-    return rollouts_of("datasets/sha256-" + "b" * 64, [0, 1, -1], [np.array([1, 2]), np.array([3]), np.array([], dtype=np.int64)], [np.array([5, 6]), np.array([7]), np.array([])], items_BG)
+    return rollouts_of(
+        "datasets/sha256-" + "b" * 64,
+        [0, 1, -1],
+        [np.array([1, 2]), np.array([3]), np.array([], dtype=np.int64)],
+        [np.array([5, 6]), np.array([7]), np.array([])],
+        items_BG,
+    )
 
 
 class Judge:
