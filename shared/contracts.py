@@ -166,13 +166,33 @@ class CatalogReady(Message):
     extends: ArtifactRef | None = None
 
 
+Promotion = bool | Literal["if-not-worse"]
+"""Whether a trained model shall go live: not by itself, in any case, or once a paired test on held-out data says that it is not worse than what is live."""
+
+
 class ModelTrained(Message):
     """A model was trained; serving keeps a generator as a candidate, and promotes it when asked to. Without ``catalog`` it is a retriever, which needs none."""
 
     job_id: str
     model: ArtifactRef
     catalog: ArtifactRef | None = None
-    promote: bool = False
+    promote: Promotion = False
+
+
+class CandidateJudged(Message):
+    """An evaluation has compared a candidate with the model that was live, case by case; serving promotes it where it is ``not_worse`` and that model still is.
+
+    ``figures`` has for each metric the live model's mean, the candidate's, the mean difference, its lower bound and the bound that it was held against.
+    """
+
+    job_id: str
+    model: ArtifactRef
+    catalog: ArtifactRef
+    against: ArtifactRef
+    not_worse: bool
+    reason: str = ""
+    cases: int = 0
+    figures: dict[str, dict[str, float]] = {}
 
 
 class TablePublished(Message):

@@ -35,6 +35,7 @@ from semantide.services.serving.engine import Answer, Recommendation
 from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
+from semantide.services.serving.publishing import compare
 from semantide.services.serving.registry import LIVE, RegistryState
 from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer, timed
@@ -44,6 +45,7 @@ from semantide.services.serving.ticket import Passage
 from semantide.services.serving.wish import Wish
 from semantide.shared.errors import NotFound, SemantideError, TransientError
 from semantide.shared.http import OUR_FAULTS, APIRouter, HTTPException, Request, run_in_threadpool
+from semantide.shared.jobs import Jobs
 from semantide.shared.room import Room
 from semantide.shared.telemetry import continued_trace, logger, stage_spans
 
@@ -167,6 +169,11 @@ def build(room: Room) -> APIRouter:
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
+        if body.if_not_worse:
+            pair = service.prepare(body.model, body.catalog, body.force)
+            judging = compare(service.registry, pair, room.store, settings, Jobs(room.broker, room.queues).submit)
+            if judging is not None:
+                return _live(service, service.registry.read()).model_copy(update={"judging": judging})
         return _live(service, service.promote(body.model, body.catalog, body.force, body.reason))
 
     @router.post("/serving/rollback", tags=["serving"], summary="Bring back what was live before")
@@ -196,7 +203,7 @@ def build(room: Room) -> APIRouter:
     def candidates() -> CandidatesAnswer:
         return CandidatesAnswer(candidates=list(service.registry.read().candidates))
 
-    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, rollbacks, splits and catalog extensions")
+    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, candidates held back, rollbacks, splits and catalog extensions")
     def decisions() -> DecisionsAnswer:
         return DecisionsAnswer(decisions=list(service.registry.read().decisions))
 

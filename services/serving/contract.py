@@ -170,11 +170,15 @@ class RecommendationAnswer(Body):
 
 
 class PromoteRequest(Body):
-    """Which model shall serve: a generator, or a retriever as second source. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate."""
+    """Which model shall serve: a generator, or a retriever as second source. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate.
+
+    With ``if_not_worse`` a generator is first compared with the live one on held-out users; the answer's ``judging`` is the job that decides.
+    """
 
     model: ArtifactRef
     catalog: ArtifactRef | None = None
     force: bool = False
+    if_not_worse: bool = Field(default=False, description="Only once a paired test shows that it loses no more than this deployment allows")
     reason: str = Field(default="", max_length=500)
 
 
@@ -240,6 +244,7 @@ class LiveAnswer(Body):
     error: str | None
     version: int
     previous: list[Pair]
+    judging: str | None = Field(default=None, description="Of a promotion `if_not_worse`: the job whose verdict it waits for")
 
 
 class CandidatesAnswer(Body):
@@ -249,6 +254,6 @@ class CandidatesAnswer(Body):
 
 
 class DecisionsAnswer(Body):
-    """Promotions, rollbacks and catalog extensions, oldest first."""
+    """Promotions, candidates that were held back, rollbacks, splits and catalog extensions, oldest first."""
 
     decisions: list[Decision]

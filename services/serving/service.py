@@ -188,6 +188,18 @@ class Service:
         self.swapper.poll()
         return state
 
+    def prepare(self, model: str, catalog: str | None, force: bool) -> Pair:
+        """Load and warm a generator that may go live later; nothing changes.
+
+        Raises: NotFound; Conflict for one that cannot be served, or is none.
+        """
+        if self._model_type(model) == "retriever":
+            raise Conflict(f"{model} is a retriever: `if_not_worse` compares generators; leave it out")
+        with _refusing(model):
+            pair = self._resolve(model, catalog, force)
+            self.swapper.prepare(pair)
+        return pair
+
     def divide(self, salt: str | None, wanted: Sequence[tuple[str, str, str | None, float]], force: bool, reason: str) -> RegistryState:
         """Load, warm and set variants (name, model, catalog, share) beside the live model; what cannot be loaded changes nothing.
 
