@@ -88,6 +88,17 @@ def lift(new_C: Floats, old_C: Floats, confidence: float = 0.95) -> Interval:
     return Interval(found.value - 1, found.low - 1, found.high - 1, found.cases, confidence)
 
 
+def compared(new: Interval, old: Interval) -> Interval:
+    """The new figure over the old one, less 1, where the two come from other cases (delta method)."""
+    cases, reach = min(new.cases, old.cases), normal_quantile((1 + new.confidence) / 2)
+    if not old.value > 0 or not math.isfinite(new.high - new.low) or not math.isfinite(old.high - old.low):
+        return Interval(math.nan, -math.inf, math.inf, cases, new.confidence)
+    value = new.value / old.value
+    deviations = (new.high - new.low) / 2 / reach / old.value, value * (old.high - old.low) / 2 / reach / old.value
+    found = interval(value, deviations[0] ** 2 + deviations[1] ** 2, cases, new.confidence)
+    return Interval(value - 1, found.low - 1, found.high - 1, cases, new.confidence)
+
+
 def _matched(new_C: Floats, old_C: Floats) -> Floats:
     if len(new_C) != len(old_C):
         raise ValueError(f"{len(new_C)} new figures for {len(old_C)} old ones: give both for the same cases, in one order")

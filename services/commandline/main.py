@@ -17,6 +17,7 @@ import typer
 
 from semantide.services.commandline import display, jobs, processes, rewards, stack, variants
 from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
+from semantide.services.commandline.experiments import experiment
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.overrides import OnCluster, Overrides
 from semantide.services.commandline.overrides import config_of as _config
@@ -41,6 +42,7 @@ app.command()(recommend)
 app.command()(promote)
 app.command()(decisions)
 app.command()(jobs.report)
+app.command()(experiment)
 app.command()(simulate)
 app.command()(abtest)
 app.command()(rewards.reward)

@@ -79,7 +79,7 @@ class RecommendationRequest(Body):
     cursor: str | None = Field(
         default=None, min_length=1, max_length=64, description="The next page of a ranking. Only `n` may be given along; by default that of the page before"
     )
-    explore: bool = Field(default=True, description="Whether new items may take the places that this deployment gives them")
+    explore: bool = Field(default=True, description="Whether new items, or items drawn by chance, may take the places that this deployment gives them")
     source: Source | None = Field(
         default=None,
         description="Who ranks: `generator`, `retriever` (exact, needs no generator), `both` (their lists joined by place), or `auto`: the generator, and the "
@@ -120,7 +120,10 @@ class Explanation(Body):
 
 
 class RecommendedItem(Body):
-    """One item. ``score`` is its log-probability for ``source``, who gave it; ``codes`` its semantic id. ``explored``: it stands here because it is new."""
+    """One item. ``score`` is its log-probability for ``source``, who gave it; ``codes`` its semantic id. ``explored``: it stands here because it is new.
+
+    ``propensity`` is the chance with which it came to this place, given those before it and the variant; 1 where nothing was drawn, null where nobody knows.
+    """
 
     item: str
     score: float
@@ -128,6 +131,7 @@ class RecommendedItem(Body):
     codes: list[int]
     source: Literal["generator", "retriever"] = "generator"
     explored: bool = False
+    propensity: float | None = None
     explanation: Explanation | None = None
 
 
@@ -146,7 +150,7 @@ class RecommendationAnswer(Body):
     ``based_on`` is "unconditional" where no known history item was there to continue. ``exact`` says that no allowed item outside the list can score higher.
     ``source`` is who ranked; ``fallback`` says why that was the retriever although the generator should have. ``model`` is then the retriever, and
     ``beam_width`` 0. ``retriever`` is the model of the second source where both ranked.
-    ``variant`` is the side of a split that answered, null outside of one. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
+    ``variant`` is the side of a split that answered, null outside of one, and ``share`` what it has of the users. Exposures and feedback name the ``request_id``. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
     """
 
     items: list[RecommendedItem]
@@ -156,6 +160,7 @@ class RecommendationAnswer(Body):
     fallback: str | None = None
     retriever: ArtifactRef | None = None
     variant: str | None = None
+    share: float | None = None
     cursor: str | None = None
     request_id: str
     based_on: str

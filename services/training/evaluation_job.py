@@ -53,8 +53,9 @@ def evaluate_models(job: JobContext) -> JobOutcome:
         raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
     table = _Table(job, config, dataset, cases)
     if config.bounds:
+        pair = {name: input_of(job, name) for name in ("live", "model")}
         try:
-            rankers = {name: load_ranker(job, dataset, input_of(job, name), config.beam_width, events=events, name=name)[1] for name in ("live", "model")}
+            rankers = {name: load_ranker(job, dataset, ref, config.beam_width, events=events, name=name)[1] for name, ref in pair.items()}
         except Conflict as error:
             return _judged(job, config, table, Judgement(False, f"the two cannot be compared: {error}"))
         rows = table.filled([(name, ranker, False) for name, ranker in rankers.items()])
