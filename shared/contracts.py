@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-ROOMS = ("ingestion", "tokenization", "negatives", "training", "serving")
+ROOMS = ("ingestion", "tokenization", "negatives", "training", "reward", "serving")
 
 # Which room runs which kind of long work.
 JOB_ROOMS: dict[str, str] = {
@@ -19,6 +19,8 @@ JOB_ROOMS: dict[str, str] = {
     "negatives": "negatives",
     "train": "training",
     "evaluate": "training",
+    "align": "training",
+    "reward": "reward",
 }
 
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -34,7 +36,9 @@ class Contract(BaseModel):
 class Interaction(Contract):
     """One thing a user did with one item.
 
-    Units: ``time`` is milliseconds since 1970-01-01 UTC.
+    ``signals`` are what else was done at once; ``tab`` is the screen or placement where the item was shown, ``position`` its place on the page from 0, and
+    ``propensity`` the probability with which it was shown there. ``request_id`` is that of the answer which showed the item; where serving still knows it, place, propensity and
+    ``variant`` (with the ``variant_share`` of users that it had) need not be sent. Units: ``time`` is milliseconds since 1970-01-01 UTC.
     """
 
     user: Identifier
@@ -44,6 +48,13 @@ class Interaction(Contract):
     page: Identifier | None = None
     value: float | None = None
     event_id: Identifier | None = None
+    tab: Identifier | None = None
+    position: int | None = Field(default=None, ge=0, lt=2**31)
+    propensity: float | None = Field(default=None, gt=0, le=1)
+    signals: tuple[Identifier, ...] = Field(default=(), max_length=64)
+    request_id: Identifier | None = None
+    variant: Identifier | None = None
+    variant_share: float | None = Field(default=None, gt=0, le=1)
 
 
 class Item(Contract):
@@ -88,7 +99,7 @@ class JobSpec(Contract):
     ``config`` overrides fields of the recipe or of the job's own config class; ``inputs`` names artifacts.
     """
 
-    kind: Literal["import", "dataset", "tokenize", "negatives", "train", "evaluate"]
+    kind: Literal["import", "dataset", "tokenize", "negatives", "train", "evaluate", "align", "reward"]
     recipe: str = ""
     config: dict[str, Any] = {}
     inputs: dict[str, ArtifactRef] = {}
@@ -159,13 +170,33 @@ class CatalogReady(Message):
     extends: ArtifactRef | None = None
 
 
+Promotion = bool | Literal["if-not-worse"]
+"""Whether a trained model shall go live: not by itself, in any case, or once a paired test on held-out data says that it is not worse than what is live."""
+
+
 class ModelTrained(Message):
     """A model was trained; serving keeps a generator as a candidate, and promotes it when asked to. Without ``catalog`` it is a retriever, which needs none."""
 
     job_id: str
     model: ArtifactRef
     catalog: ArtifactRef | None = None
-    promote: bool = False
+    promote: Promotion = False
+
+
+class CandidateJudged(Message):
+    """An evaluation has compared a candidate with the model that was live, case by case; serving promotes it where it is ``not_worse`` and that model still is.
+
+    ``figures`` has for each metric the live model's mean, the candidate's, the mean difference, its lower bound and the bound that it was held against.
+    """
+
+    job_id: str
+    model: ArtifactRef
+    catalog: ArtifactRef
+    against: ArtifactRef
+    not_worse: bool
+    reason: str = ""
+    cases: int = 0
+    figures: dict[str, dict[str, float]] = {}
 
 
 class TablePublished(Message):
@@ -190,3 +221,10 @@ class NegativesWanted(Message):
     seed: int = 0
     epoch: int = 0
     shard: int = 0
+
+
+class RolloutsToScore(Message):
+    """An alignment run has made rollouts (rollouts/...) that a reward model (rewards/...) shall score. What comes out is a function of this message alone."""
+
+    reward: ArtifactRef
+    rollouts: ArtifactRef

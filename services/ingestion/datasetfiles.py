@@ -5,6 +5,7 @@ The same events and items give the same bytes, whatever segments, files, parts o
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -37,7 +38,6 @@ IntArray = npt.NDArray[np.int64]
 class DatasetConfig:
     """How a data set is made.
 
-    ``page_names``: what an interaction's ``page`` names, one page, or a tab whose events within a session are one page.
     ``keep_cold_items`` keeps items that are described but have too few events: they can be recommended by their content.
     Units: ``valid_time``, ``test_time`` milliseconds since 1970 (0: by fraction); ``session_gap_seconds`` seconds.
     """
@@ -53,7 +53,6 @@ class DatasetConfig:
     min_item_events: int = 1
     max_history: int = 0
     session_gap_seconds: int = 1800
-    page_names: Literal["pages", "tabs"] = "pages"
     keep_cold_items: bool = True
 
     @classmethod
@@ -79,8 +78,6 @@ class DatasetConfig:
         made = cls(**{"session_gap_seconds": session_gap_seconds, **config})
         if made.split not in ("leave-one-out", "last-page", "temporal"):
             raise ValueError(f"split is {made.split!r}: use leave-one-out, last-page or temporal")
-        if made.page_names not in ("pages", "tabs"):
-            raise ValueError(f"page_names is {made.page_names!r}: use pages or tabs")
         if made.deduplicate not in ("consecutive", "all", "none"):
             raise ValueError(f"deduplicate is {made.deduplicate!r}: use consecutive, all or none")
         if not (made.valid_fraction >= 0 and made.test_fraction > 0 and made.valid_fraction + made.test_fraction < 1):
@@ -118,9 +115,9 @@ def write_dataset(
     part_rows: int = PART_ROWS,
     tick: Tick = lambda done, total, name: None,
 ) -> dict[str, Any]:
-    """Write the four files and return the header.
+    """Write the five files and return the header.
 
-    ``sources`` are files with the columns user, item, time, action, page, event, in groups that are read together; ``items`` has the columns of an
+    ``sources`` are segments of the log, in groups that are read together; ``items`` has the columns of an
     ``items`` artifact. What is under way is kept below ``workdir``, so that a second call goes on where the first was broken off; a part has about
     ``part_rows`` events, and never less than one user.
     Raises: BadData where no positive event is left.
@@ -152,10 +149,9 @@ def write_dataset(
     finished = run(
         "finish",
         finish,
-        [{**cleaned.pieces(part, "events", "users"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
+        [{**cleaned.pieces(part, "events", "users", "tabs"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
         splitting=splitting,
         session_gap_seconds=config.session_gap_seconds,
-        tabs=config.page_names == "tabs",
         signals=signals,
     )
     figures = pa.concat_tables(finished.tables("figures")).to_pydict()
@@ -170,6 +166,9 @@ def write_dataset(
     _write([_item_table(names, trained, alive)], folder / "items.parquet")
     firsts = np.concatenate([[0], np.cumsum(figures["users"])])
     _write((_numbered(table, int(first)) for table, first in zip(finished.tables("pages"), firsts, strict=False)), folder / "pages.parquet")
+    pages_before = itertools.accumulate((int(table["page"][-1].as_py()) + 1 if table.num_rows else 0 for table in finished.tables("feedback")), initial=0)
+    shown = zip(finished.tables("feedback"), firsts, pages_before, strict=False)
+    _write((_numbered(table, int(first), page) for table, first, page in shown), folder / "feedback.parquet")
     totals = {name: max(values) if name == "longest_history" else sum(values) for name, values in figures.items()}
     header = {
         "config": {**asdict(config), "actions": dict(sorted(actions.items()))},
@@ -275,8 +274,12 @@ def _time_of_rank(run: Steps, positives: Outcome, rank: int) -> int:
         width //= BUCKETS
 
 
-def _numbered(pages: pa.Table, first: int) -> pa.Table:
-    return pages.set_column(0, "user", pa.array(pages["user"].to_numpy() + first, pa.int32()))
+def _numbered(table: pa.Table, first_user: int, first_page: int = 0) -> pa.Table:
+    """Users counted on from an earlier part, but for those without a row; and pages, where they have numbers."""
+    users = table["user"].to_numpy()
+    table = table.set_column(0, "user", pa.array(np.where(users >= 0, users + first_user, -1), pa.int32()))
+    place = table.schema.get_field_index("page")
+    return table if place < 0 else table.set_column(place, "page", pa.array(table["page"].to_numpy() + first_page, pa.int64()))
 
 
 def _item_table(names: pa.Array, counts: np.ndarray[Any, np.dtype[np.int64]], alive: pa.Table) -> pa.Table:
