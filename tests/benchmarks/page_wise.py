@@ -4,9 +4,10 @@ Protocol: the last page of a user is the test, the last but one the validation; 
 came before the page; full ranking over all items, beam width 50; hit rate and NDCG of the whole page; every figure with the seen-item filter off and on.
 Point-wise is one positive of each page an epoch, drawn anew, from the same histories in the same batches: *equal prompts* gives it as many epochs, *equal tokens* as
 many target tokens. Beside them: the sequential form of the paper, and each item from all before it (recipe small), which no page decides.
+Where the log is the simulator's, the models then meet the same simulated people (A/B): true clicks and orders.
 First it is checked that parallel targets are predicted as by one plain sequence for each of them, and the time of both is taken.
-Usage: python tests/benchmarks/page_wise.py --source movielens|kuairand --path DIR [--seeds 3] [--forms ...] [--quick] [--json]
-DIR holds u.data and u.item (or RecBole's ml-100k.inter and ml-100k.item), or KuaiRand-Pure's processed Parquet files.
+Usage: python tests/benchmarks/page_wise.py [--source simulator|sample|movielens|kuairand] [--path DIR] [--seeds 3] [--forms ...] [--quick] [--json]
+DIR holds u.data and u.item (or RecBole's ml-100k.inter and ml-100k.item), or KuaiRand-Pure's processed Parquet files; the simulator and the sample need none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,10 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.models.targets import TargetBlocks, target_hidden
 from semantide.shared.models.tokenizer import TokenizerConfig
 from semantide.shared.pages import Pages
+from semantide.shared.simulator.ab_test import ab_test
+from semantide.shared.simulator.log import Simulation
+from semantide.shared.simulator.recommenders import Recommender, Request
+from semantide.shared.simulator.users import SimulatorConfig
 
 BEAM_WIDTH = 50
 KS = (10, 50)
@@ -57,10 +63,14 @@ SHAPE = {
 TRAINED: dict[str, dict[str, Any]] = {
     "movielens": {"max_items": 100, "items_per_batch": 2048, "epochs": 24, "learning_rate": 2e-3, "warmup_steps": 50, "crop": "cover"},
     "kuairand": {"max_items": 50, "items_per_batch": 1536, "epochs": 12, "learning_rate": 2e-3, "warmup_steps": 50, "crop": "cover"},
+    "sample": {"max_items": 50, "items_per_batch": 1536, "epochs": 12, "learning_rate": 2e-3, "warmup_steps": 50, "crop": "cover"},
+    "simulator": {"max_items": 100, "items_per_batch": 2048, "epochs": 12, "learning_rate": 2e-3, "warmup_steps": 50, "crop": "cover"},
 }
 SPELLED = {
     "movielens": TokenizerConfig(level_sizes=(64, 32), content_weight=0.3),
     "kuairand": TokenizerConfig(level_sizes=(128, 64), content_weight=0.5),
+    "sample": TokenizerConfig(level_sizes=(128, 64), content_weight=0.5),
+    "simulator": TokenizerConfig(level_sizes=(48, 48), content_weight=0.3),
 }
 
 
@@ -72,14 +82,21 @@ class World:
     dataset: Dataset
     pages: Pages
     spelled: Spelled
+    simulation: Simulation | None = None
 
 
-def load(name: str, path: Path, scratch: Path, quick: bool) -> World:
+def load(name: str, path: Path | None, scratch: Path, quick: bool) -> World:
     """The data set made of the log, and its items spelled."""
-    folder = page_data.written(page_data.SOURCES[name](path), scratch / name)
+    simulation = None
+    if name == "simulator":
+        simulation = Simulation(SimulatorConfig(users=300 if quick else 3000, items=500 if quick else 1500))
+        log = page_data.simulated(simulation)
+    else:
+        log = page_data.SOURCES[name](path or page_data.SAMPLE)
+    folder = page_data.written(log, scratch / name)
     dataset = Dataset.load(folder)
     tokenizer = replace(SPELLED[name], iterations=5) if quick else SPELLED[name]
-    return World(name, dataset, Pages.of(dataset, folder), build(dataset, tokenizer, seed=0))
+    return World(name, dataset, Pages.of(dataset, folder), build(dataset, tokenizer, seed=0), simulation)
 
 
 def configured(world: World, form: str, epochs: float, quick: bool) -> TrainConfig:
@@ -127,9 +144,63 @@ def measured(world: World, form: str, seed: int, quick: bool, epochs: float = 1.
         f"{world.name} {form} seed {seed}: {trained:.0f} s, best epoch {state.best_epoch} of {state.epoch}, HR@10 {lists[True]['hr@10']:.4f} NDCG@10 "
         f"{lists[True]['ndcg@10']:.4f} HR@50 {lists[True]['hr@50']:.4f}\n"
     )
-    return {"form": form, "seed": seed, "seconds": trained, "epochs": state.epoch, "best_epoch": state.best_epoch, "steps": state.step, "tokens": targets * state.epoch,
+    served = recommender(world, ranker) if world.simulation is not None else None
+    return {"form": form, "recommender": served, "seed": seed, "seconds": trained, "epochs": state.epoch, "best_epoch": state.best_epoch, "steps": state.step, "tokens": targets * state.epoch,
             "figures": {name: {f"{figure}{' filtered' if seen else ''}": values[figure] for seen, values in lists.items() for figure in values if figure.startswith(name)}
                         for name in ("hr@", "ndcg@", "recall@")}}  # fmt: skip
+
+
+def recommender(world: World, ranker: GeneratorRanker) -> Recommender:
+    """The model before simulated people: it reads what they took, as training did, and shows nothing that the visit or they themselves have seen."""
+    dataset = world.dataset
+    row_of = {item: row for row, item in enumerate(dataset.item_ids)}
+    strength = dataset.header["config"]["actions"]
+
+    def recommend(requests: Sequence[Request]) -> list[list[str]]:
+        histories = []
+        for request in requests:
+            taken = [row_of[event.item] for event in request.history if strength[event.action] >= 1 and event.item in row_of]
+            histories.append(np.array([row for place, row in enumerate(taken) if not place or taken[place - 1] != row], dtype=np.int64))
+        lists: list[list[str]] = []
+        for begin in range(0, len(requests), 64):
+            part = requests[begin : begin + 64]
+            longest = max(request.n + len(request.exclude) for request in part)
+            for request, rows in zip(part, ranker.rank(histories[begin : begin + 64], min(longest, 150), exclude_seen=True), strict=True):
+                names = [dataset.item_ids[row] for row in rows.tolist() if row >= 0]
+                lists.append([name for name in names if name not in request.exclude][: request.n])
+        return lists
+
+    return recommend
+
+
+def satisfaction(world: World, runs: dict[str, list[dict[str, Any]]], quick: bool) -> dict[str, dict[str, Any]]:
+    """True clicks and orders of each form over the point-wise one, before the same people, by pages that they leave or stay on."""
+    assert world.simulation is not None
+    measures: dict[str, dict[str, Any]] = {}
+    lifts: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for seed in range(len(runs["point"])):
+        test = ab_test(
+            world.simulation,
+            {form: many[seed]["recommender"] for form, many in runs.items()},
+            users=40 if quick else 1000,
+            visits=1 if quick else 3,
+            base="point",
+        )
+        for row in test.rows():
+            sys.stderr.write(f"A/B seed {seed}: {json.dumps(row)}\n")
+        for form in runs:
+            for figure in ("clicks", "orders"):
+                found = test.lift(form, figure)
+                lifts.setdefault((form, figure), []).append((found.value, (found.high - found.low) / 4))
+    for (form, figure), found in lifts.items():
+        if form != "point":
+            value = statistics.mean(lift for lift, _ in found)
+            among = statistics.stdev(lift for lift, _ in found) / len(found) ** 0.5 if len(found) > 1 else found[0][1]
+            measures[f"simulator_true_{figure}_{form.replace(', ', '_').replace(' ', '_')}"] = {
+                "value": 100 * value, "unit": "% over point", "better": "higher", "baseline": "point-wise, equal prompts, same people", "at_least": 5, "aim": 10,
+                "runs": len(found), "standard_error": 100 * among,
+            }  # fmt: skip
+    return measures
 
 
 def test_cases(dataset: Dataset) -> list[Case]:
@@ -181,12 +252,14 @@ def gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str, fi
 def main() -> int:
     """Run and print."""
     parser = arguments_parser(__doc__ or "")
-    parser.add_argument("--source", choices=sorted(page_data.SOURCES), default="movielens")
-    parser.add_argument("--path", type=Path, required=True, help="folder of the log")
+    parser.add_argument("--source", choices=sorted(SPELLED), default="simulator")
+    parser.add_argument("--path", type=Path, help="folder of the log, where it is neither simulated nor the repository's sample")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help="of every form but the longer one; left out, as many as TRAINED says")
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
     options = parser.parse_args()
+    if options.path is None and options.source in ("movielens", "kuairand"):
+        parser.error(f"--source {options.source} needs --path")
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch:
         if options.epochs:
@@ -207,8 +280,12 @@ def main() -> int:
                     measures[f"{world.name}_{figure.split()[0]}_parallel_over_{other.replace(', ', '_').replace(' ', '_')}"] = gain(
                         runs["parallel"], runs[other], name, figure
                     )
+        if world.simulation is not None and "point" in runs:
+            measures |= satisfaction(world, runs, options.quick)
     if options.json:
-        sys.stderr.write(json.dumps(runs) + "\n")
+        sys.stderr.write(
+            json.dumps({form: [{name: value for name, value in run.items() if name != "recommender"} for run in many] for form, many in runs.items()}) + "\n"
+        )
     return finish("page_wise", options, measures, wrong)
 
 
