@@ -99,7 +99,8 @@ class Answer:
 class Prepared:
     """A query against one bundle, with all that does not change with the moment: its prompt, its width, what it leaves out.
 
-    ``read_rows`` are the items that the prompt spells. ``tokens`` of it are not in common with the user's last prompt, if one was ``kept``.
+    ``read_rows`` are the items that the prompt spells. ``tokens`` of its ``places`` (a merged item is one of them) are not in common with the user's last
+    prompt, if one was ``kept``.
 
     Shapes: ``prompt`` [T].
     """
@@ -120,7 +121,7 @@ class Prepared:
         """Look up a query's items, spell its history, and see what is kept of the user."""
         rows = bundle.rows(query.history)
         read_rows = history_window(rows, bundle.max_history_items)
-        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[read_rows])
+        prompt = bundle.spelling.prompt(read_rows)
         width = effective_width(query, len(bundle.trie))
         prepared = cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows))
         prepared.last_prompt()
@@ -129,10 +130,15 @@ class Prepared:
     def last_prompt(self) -> PromptKV | None:
         """What the cache has of the user now. It is not held on to: queries that wait would keep memory that the cache has given away."""
         last = self.bundle.prompts.get(self.query.user) if self.query.user is not None else None
-        # The last token is always read, whatever is kept.
-        common = 0 if last is None else min(last.common_tokens(torch.as_tensor(self.prompt, device=last.tokens_t.device)), len(self.prompt) - 1)
-        self.kept, self.tokens = last is not None, len(self.prompt) - common
+        common = 0 if last is None else last.common_tokens(torch.as_tensor(self.prompt, device=last.tokens_t.device))
+        # The last place is always read, whatever is kept.
+        self.kept, self.tokens = last is not None, max(1, self.places - self.bundle.model.places(common))
         return last
+
+    @property
+    def places(self) -> int:
+        """What the model reads of the prompt where nothing is kept."""
+        return self.bundle.model.places(len(self.prompt))
 
     @property
     def history_items(self) -> int:
@@ -168,7 +174,7 @@ class Group:
     """Prepared queries of one bundle under way together.
 
     ``unavailable`` says what may not be recommended now. ``leases`` hold each query's memory until ``keep`` or ``close`` give it back.
-    ``tokens_read`` of its ``prompt_tokens`` were not known from elsewhere.
+    ``tokens_read`` of its ``prompt_tokens``, a merged item counting as one, were not known from elsewhere.
     """
 
     def __init__(
@@ -225,7 +231,7 @@ class Group:
             tokens_T = torch.as_tensor(np.concatenate([request.prompt for request in self.requests]), device=device)
             offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
             last = [request.last_prompt() for request in self.requests]
-            self.prompt_tokens, self.tokens_read = len(tokens_T), self.next_rows()
+            self.prompt_tokens, self.tokens_read = sum(request.places for request in self.requests), self.next_rows()
             logits, self._state = model.begin(tokens_T, offsets_R1, last if any(last) else None, self._leases or None)
             start = self._mark("prefill", start)
         else:

@@ -21,6 +21,7 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.retriever_search import Read, states
 from semantide.shared.models.sasrec import SASRec
@@ -155,8 +156,7 @@ class GeneratorRanker:
         self._decoder, self._max_items, self._beam_width = GeneratorDecoder(model), max_items, beam_width
         self._device = model.head_VD.device
         self._trie = SearchTrie.build(trie, self._device)
-        self._item_tokens_NL = model.vocabulary.item_tokens(codes)
-        self._vocabulary = model.vocabulary
+        self._spelling = PromptSpelling.of(model, codes)
         self._catalog_rows, self._item_of = catalog_rows, inverse(catalog_rows, len(codes))
         self._mask = self._trie.prefix_counts(self._item_of >= 0)
         self._everything = bool((self._item_of >= 0).all())
@@ -164,7 +164,7 @@ class GeneratorRanker:
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``; the search keeps at least n beams. Of a long history the model reads what serving has it read."""
         rows_R = [self._catalog_rows[np.asarray(history, dtype=np.int64)] for history in histories]
-        prompts = Jagged.from_sequences(self._vocabulary.history_tokens(self._item_tokens_NL[history_window(rows, self._max_items)]) for rows in rows_R)
+        prompts = Jagged.from_sequences(self._spelling.prompt(history_window(rows, self._max_items)) for rows in rows_R)
         node_filter = None
         if exclude_seen or not self._everything:
             seen: list[IntArray | list[int]] = [rows if exclude_seen else [] for rows in rows_R]

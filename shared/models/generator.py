@@ -275,6 +275,17 @@ class Generator(nn.Module):
         x_ND = torch.cat([self._scaled(tokens_T[offsets_B1[prompts_N[begin_K]]]), merged_ID, *(x.expand(len(between_K), -1) for x in self.merger.places)])
         return self._dropped(x_ND[torch.cat([begin_K, item_I, between_K]).argsort()]), place_offsets_B1
 
+    def item_vectors(self, tokens_NL: Tensor) -> Tensor:
+        """One vector per item, of its codes alone: as a merger reads it, else the sum of its tokens' embeddings.
+
+        Shapes: [N, L] -> [N, D].
+        """
+        codes_NLD = self._scaled(tokens_NL)
+        if not self.config.merger.enabled:
+            return codes_NLD.sum(1)
+        merged_ND: Tensor = self.merger(codes_NLD, tokens_NL.new_zeros(len(tokens_NL), len(self.config.merger.features)))
+        return merged_ND
+
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""
         # Frequencies are no buffer: a model in a short type would round them, and turn far places by wrong angles.

@@ -9,12 +9,10 @@ Source: GenRec (arXiv 2604.14878), asymmetric linear token merger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -90,37 +88,6 @@ class PromptShape:
     def places(self, tokens: int) -> int:
         """Places of a prompt of so many tokens; of a beginning of one, those that it decides alone."""
         return 1 + self.places_per_unit * ((tokens - 1) // self.tokens_per_unit) if tokens else 0
-
-
-def side_values(
-    config: MergerConfig, actions_I: Sequence[int] | None, times_I: Sequence[int] | npt.NDArray[np.integer] | None, items: int
-) -> npt.NDArray[np.int64]:
-    """The side features [I, F] of a history's items: numbers of actions as ``MergerConfig.actions`` has them from 1 on, and moments. None: unknown.
-
-    Units: ``times_I`` seconds, ascending.
-    """
-    columns = []
-    for name in config.features:
-        if name == "actions":
-            columns.append(np.zeros(items, np.int64) if actions_I is None else np.asarray(actions_I, dtype=np.int64))
-        else:
-            columns.append(gap_buckets(times_I, items))
-    return np.stack(columns, 1) if columns else np.zeros((items, 0), dtype=np.int64)
-
-
-def gap_buckets(times_I: Sequence[int] | npt.NDArray[np.integer] | None, items: int) -> npt.NDArray[np.int64]:
-    """The bucket of the time since the item before; the first item's is unknown."""
-    buckets = np.zeros(items, dtype=np.int64)
-    if times_I is not None and items > 1:
-        seconds = np.maximum(np.diff(np.asarray(times_I, dtype=np.int64)), 0)
-        buckets[1:] = np.minimum(1 + np.log2(seconds + 1.0).astype(np.int64), GAP_BUCKETS - 1)
-    return buckets
-
-
-def action_numbers(config: MergerConfig, names: Iterable[str]) -> list[int]:
-    """The number of each action among those that have a vector, from 1 on; 0 for others."""
-    place = {name: number for number, name in enumerate(config.actions, 1)}
-    return [place.get(name, 0) for name in names]
 
 
 class TokenMerger(nn.Module):
