@@ -59,9 +59,9 @@ class MergerConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @property
-    def feature_sizes(self) -> tuple[int, ...]:
+    def feature_sizes(self) -> dict[str, int]:
         """Values of each side feature, 0 (unknown) included."""
-        return tuple(1 + len(self.actions) if name == "actions" else GAP_BUCKETS for name in self.features)
+        return {name: 1 + len(self.actions) if name == "actions" else GAP_BUCKETS for name in self.features}
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class TokenMerger(nn.Module):
         self.config, self.levels = config, levels
         separated = config.separator == "merged"
         self.proj = nn.Linear((levels + separated + len(config.features)) * size, size, bias=False)
-        self.separator = nn.Parameter(torch.empty(1, size)) if config.separator != "none" else None
-        self.features = nn.ModuleList(nn.Embedding(values, size) for values in config.feature_sizes)
+        self.separator = nn.Parameter(torch.empty(size)) if config.separator != "none" else None
+        self.features = nn.ModuleDict({name: nn.Embedding(values, size) for name, values in config.feature_sizes.items()})
 
     @torch.no_grad()
     def initialise(self, std: float) -> None:
@@ -110,13 +110,13 @@ class TokenMerger(nn.Module):
         self.proj.weight.zero_()
         if self.separator is not None:
             self.separator.normal_(std=std)
-        for table in self.features:
+        for table in self.features.values():
             assert isinstance(table, nn.Embedding)
             table.weight.normal_(std=std)
 
     @property
     def places(self) -> tuple[Tensor, ...]:
-        """The vector [1, D] of the place between two items, where there is one."""
+        """The vector [D] of the place between two items, where there is one."""
         return (self.separator,) if self.separator is not None and self.config.separator == "kept" else ()
 
     def forward(self, codes_ILD: Tensor, side_IF: Tensor) -> Tensor:
@@ -124,6 +124,6 @@ class TokenMerger(nn.Module):
         parts = [codes_ILD.flatten(1)]
         if self.separator is not None and self.config.separator == "merged":
             parts.append(self.separator.expand(len(codes_ILD), -1))
-        parts += [table(side_IF[:, column]) for column, table in enumerate(self.features)]
+        parts += [table(side_IF[:, column]) for column, table in enumerate(self.features.values())]
         merged_ID: Tensor = codes_ILD.mean(1) + self.proj(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
         return merged_ID
