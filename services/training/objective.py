@@ -85,7 +85,8 @@ class NextToken:
         levels = model.vocabulary.levels
         if config.level_weights and len(config.level_weights) != levels:
             raise ValueError(f"level_weights has {len(config.level_weights)} numbers for {levels} levels: give one per level or none")
-        self.model, self.tokens_per_item = model, levels
+        merged = model.config.merger.enabled
+        self.model, self.tokens_per_item = model, levels - 1 + model.prompt_shape.places_per_item if merged else levels
         self.tables: Mapping[str, Any] = {}
         self._item_tokens_NL, self._smoothing, self._repeat_weight = item_tokens_NL, config.label_smoothing, config.repeat_weight
         self._weights_L = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device)
