@@ -18,6 +18,7 @@ import typer
 from semantide.services.commandline import display, jobs, processes, stack, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
+from semantide.services.commandline.page_report import pages
 from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
@@ -34,6 +35,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
 app.command()(jobs.report)
+app.command()(pages)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 
@@ -179,7 +181,9 @@ def ingest(
 @app.command()
 def dataset(seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_json: AsJson = False) -> None:
     """Clean the events, make pages and splits: one data set artifact."""
-    run_job(Client(Settings()), JobSpec(kind="dataset", config=_config(overrides), seed=seed), wait=wait, as_json=as_json)
+    record = run_job(Client(Settings()), JobSpec(kind="dataset", config=_config(overrides), seed=seed), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        display.console.print(f"{record.result['pages']['verdict']} (`semantide pages`)", highlight=False, markup=False)
 
 
 @app.command()
@@ -248,7 +252,7 @@ def train(
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model: recipe tiny, small, base (generator), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER), sasrec (baseline),
+    """Train a model: recipe tiny, small, base (generator), pagewise and pointwise (generator by pages), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER), sasrec (baseline),
     retriever-SIZE or fuxi-SIZE (HSTU or FuXi-alpha over item ids; SIZE is tiny, small, medium, large or long)."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from semantide.services.ingestion.cleaning import CleaningConfig, clean, latest, thinned
-from semantide.services.ingestion.pages import Shown, pages
+from semantide.services.ingestion.pages import Shown, page_of, pages
 from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, split
 from semantide.shared.executors import Output
+from semantide.shared.page_report import PageCounts
+from semantide.shared.pages import answers
 
 COLUMNS = ("user", "item", "time", "action", "page", "event")
 SAMPLED_USERS = 20_000
@@ -113,7 +115,7 @@ def finish(
     present, starts = np.unique(number, return_index=True)
     offsets = np.append(starts, len(number)).astype(np.int64)
     lengths = np.diff(offsets)
-    parts = split(times, offsets, splitting)
+    parts = split(times, offsets, splitting, page_of(number, times, positives["page"].to_numpy(), session_gap_ms=session_gap_seconds * 1000))
     within = np.arange(len(item_rows)) - np.repeat(offsets[:-1], lengths)
     counts = np.bincount(item_rows[within < np.repeat(parts.train_end, lengths)], minlength=len(row_of))
     counted = np.flatnonzero(counts)
@@ -155,6 +157,7 @@ def finish(
             }
         ),
         "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
+        "page_counts": pa.table({"count": PageCounts.of(shown.offsets, answers(signals.intensity(shown.actions))).flat()}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),
     }
 

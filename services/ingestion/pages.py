@@ -69,14 +69,22 @@ def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Sig
 
 def _page_numbers(events: Shown, valid_time: IntArray, test_time: IntArray, session_gap_ms: int) -> IntArray:
     """A number for each page [E]."""
-    user, time = events.user, events.time
-    part = (time >= valid_time[user]).astype(np.int8) + (time >= test_time[user])
-    new_user = user[1:] != user[:-1]
-    turns = new_user | (time[1:] - time[:-1] > session_gap_ms) | (part[1:] != part[:-1])
+    part = (events.time >= valid_time[events.user]).astype(np.int8) + (events.time >= test_time[events.user])
+    return page_of(events.user, events.time, events.page, part, session_gap_ms=session_gap_ms)
+
+
+def page_of(
+    user: npt.NDArray[np.integer], time: IntArray, page: npt.NDArray[np.int32], part: npt.NDArray[np.int8] | None = None, *, session_gap_ms: int
+) -> IntArray:
+    """A number for the page [E] of each event, in order of user and time: what the sender called it, else the session; events of two parts never share one."""
+    if not len(user):
+        return np.zeros(0, np.int64)
+    part = np.zeros(len(user), np.int8) if part is None else part
+    turns = (user[1:] != user[:-1]) | (time[1:] - time[:-1] > session_gap_ms) | (part[1:] != part[:-1])
     session = np.cumsum(np.append(0, turns))
-    named = events.page >= 0
+    named = page >= 0
     if not named.any():
         return session
-    keys = (user[named].astype(np.int64) * 3 + part[named]) * (int(events.page.max()) + 1) + events.page[named]
+    keys = (user[named].astype(np.int64) * 3 + part[named]) * (int(page.max()) + 1) + page[named]
     session[named] = int(session[-1]) + 1 + np.unique(keys, return_inverse=True)[1]
     return session

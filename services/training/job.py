@@ -24,6 +24,8 @@ from semantide.services.training.item_tables import ItemTables
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
+from semantide.services.training.page_batches import PageSampler
+from semantide.services.training.page_objective import PageWise
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
@@ -45,6 +47,7 @@ from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
+from semantide.shared.pages import Pages
 from semantide.shared.table_snapshots import SNAPSHOTS, TableSnapshot
 from semantide.shared.telemetry import logger
 
@@ -180,6 +183,11 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     )
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
+    epochs: Sampler | PageSampler
+    if config.pages.on:
+        epochs = PageSampler(dataset, Pages.of(dataset, job.store.get(_input(job, "dataset"))), config, job.spec.seed)
+    else:
+        epochs = Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size))
     publication = None
     if config.publish_every:
         card = _model_card(job, config, dataset, catalog, {})
@@ -187,7 +195,7 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     trainer = Trainer(
         config,
         built.objective,
-        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size)),
+        epochs,
         validate if valid else None,
         listener,
         job.workdir / "checkpoints",
@@ -205,6 +213,8 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
     if built.tables is not None:
         metrics["table"] = built.tables.figures
+    if isinstance(epochs, PageSampler):
+        metrics["pages"] = epochs.figures
     ref = store("model", metrics, {"losses": state.losses, "validations": state.validations})
     if not world.leads:
         return JobOutcome()
@@ -343,7 +353,7 @@ def _assemble(
     generator = generator.to(device)
     tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
     ranker = GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width)
-    return _Built(generator, NextToken(generator, tokens, config), ranker)
+    return _Built(generator, PageWise(generator, tokens, config) if config.pages.on else NextToken(generator, tokens, config), ranker)
 
 
 def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:

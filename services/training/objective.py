@@ -121,7 +121,7 @@ class NextToken:
         probe = None
         if probes_T is not None:
             last, counts_TK = vocabulary.levels - 1, seen[-1]
-            logits_BK = _wide(self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]))
+            logits_BK = wide(self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]))
             code_B1 = (targets_TL[probes_T, last] - vocabulary.first(last)).unsqueeze(-1)
             # -log(1 - p), with 1 - p as the sum of the other codes: stable where p is nearly 1.
             others_B = logits_BK.scatter(1, code_B1, -torch.inf).logsumexp(-1)
@@ -130,7 +130,7 @@ class NextToken:
             seen = [None if counts_TK is None else counts_TK[~probes_T] for counts_TK in seen]
         sums_L = torch.stack([
             F.cross_entropy(
-                _wide(self.model.logits(hidden_TLD[:, level], level, seen[level])),
+                wide(self.model.logits(hidden_TLD[:, level], level, seen[level])),
                 targets_TL[:, level] - vocabulary.first(level),
                 label_smoothing=self._smoothing,
                 reduction="sum",
@@ -223,6 +223,6 @@ def shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
     return inputs_T
 
 
-def _wide(logits: Tensor) -> Tensor:
+def wide(logits: Tensor) -> Tensor:
     """At least float32: a sum of many exponentials loses too much in shorter types."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
