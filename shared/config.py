@@ -83,6 +83,8 @@ class Settings(BaseSettings):
     """Processes that train one model together, unless the job says otherwise. 0: one per accelerator of this machine, a single one where there is none."""
     training_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a process waits for the others of the same job before all start again from the last checkpoint, seconds."""
+    reward_wait_seconds: float = Field(default=30.0, ge=0)
+    """How long an alignment run waits for scores that it asked the reward room for, before it computes them itself, seconds. 0: it never asks."""
     negatives_wait_seconds: float = Field(default=30.0, ge=0)
     """How long a training run waits for negatives that it asked the negatives room for, before it draws them itself, seconds an epoch."""
     serving_batch: int = Field(default=32, ge=1)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-ROOMS = ("ingestion", "tokenization", "negatives", "training", "serving")
+ROOMS = ("ingestion", "tokenization", "negatives", "training", "reward", "serving")
 
 # Which room runs which kind of long work.
 JOB_ROOMS: dict[str, str] = {
@@ -19,6 +19,8 @@ JOB_ROOMS: dict[str, str] = {
     "negatives": "negatives",
     "train": "training",
     "evaluate": "training",
+    "align": "training",
+    "reward": "reward",
 }
 
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -34,7 +36,8 @@ class Contract(BaseModel):
 class Interaction(Contract):
     """One thing a user did with one item.
 
-    Units: ``time`` is milliseconds since 1970-01-01 UTC.
+    ``signals`` are what else was done at once; ``position`` counts the places of a page from 0; ``propensity`` is the probability with which the item was shown
+    there. Units: ``time`` is milliseconds since 1970-01-01 UTC.
     """
 
     user: Identifier
@@ -44,6 +47,9 @@ class Interaction(Contract):
     page: Identifier | None = None
     value: float | None = None
     event_id: Identifier | None = None
+    position: int | None = Field(default=None, ge=0, lt=2**31)
+    propensity: float | None = Field(default=None, gt=0, le=1)
+    signals: tuple[Identifier, ...] = Field(default=(), max_length=64)
 
 
 class Item(Contract):
@@ -88,7 +94,7 @@ class JobSpec(Contract):
     ``config`` overrides fields of the recipe or of the job's own config class; ``inputs`` names artifacts.
     """
 
-    kind: Literal["import", "dataset", "tokenize", "negatives", "train", "evaluate"]
+    kind: Literal["import", "dataset", "tokenize", "negatives", "train", "evaluate", "align", "reward"]
     recipe: str = ""
     config: dict[str, Any] = {}
     inputs: dict[str, ArtifactRef] = {}
@@ -190,3 +196,10 @@ class NegativesWanted(Message):
     seed: int = 0
     epoch: int = 0
     shard: int = 0
+
+
+class RolloutsToScore(Message):
+    """An alignment run has made rollouts (rollouts/...) that a reward model (rewards/...) shall score. What comes out is a function of this message alone."""
+
+    reward: ArtifactRef
+    rollouts: ArtifactRef

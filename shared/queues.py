@@ -20,7 +20,7 @@ from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
 
 from semantide.shared import broker as broker_door
-from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, NegativesWanted, RunJob, TablePublished
+from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, NegativesWanted, RolloutsToScore, RunJob, TablePublished
 from semantide.shared.errors import BrokerUnavailable, NotFound, TransientError
 from semantide.shared.telemetry import logger
 
@@ -37,6 +37,7 @@ READERS: dict[type[Message], tuple[str, ...]] = {
     CatalogReady: ("serving",),
     ModelTrained: ("serving", "negatives"),
     NegativesWanted: ("negatives",),
+    RolloutsToScore: ("reward",),
     TablePublished: ("serving",),
 }
 MAX_ATTEMPTS = 8

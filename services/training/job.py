@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from semantide.services.training.alignment import rows_of
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
@@ -29,6 +28,7 @@ from semantide.services.training.page_objective import PageWise
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
+from semantide.services.training.row_matching import rows_of
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.allocator import keep_freed_memory, peak_memory_bytes

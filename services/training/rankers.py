@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from semantide.services.training.alignment import inverse
+from semantide.services.training.row_matching import inverse
 from semantide.shared.decoding.beam_search import beam_search
 from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
 from semantide.shared.jagged import Jagged

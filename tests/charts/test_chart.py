@@ -347,7 +347,7 @@ def test_one_node_volumes_keep_pods_together(render: Render) -> None:
 def test_a_null_leaves_a_room_out(render: Render) -> None:
     deployments = rooms_of(render("", "--set", "workers.training=null,workers.serving.replicas=0,workers.ingestion.replicas=null"))
     replicas = {name.removeprefix("shop-semantide-"): deployment["spec"]["replicas"] for name, deployment in deployments.items()}
-    assert replicas == {"api": 1, "worker-ingestion": 1, "worker-tokenization": 1, "worker-negatives": 1, "worker-serving": 0}
+    assert replicas == {"api": 1, "worker-ingestion": 1, "worker-tokenization": 1, "worker-negatives": 1, "worker-reward": 1, "worker-serving": 0}
 
 
 def test_the_ingress_leads_where_it_says(render: Render, full: str) -> None:

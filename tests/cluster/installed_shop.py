@@ -122,7 +122,7 @@ def _values() -> Object:
         "imagePullPolicy": "Never",
         "dataAccessMode": "ReadWriteMany",
         "apis": {"all": worker},
-        "workers": {room: worker for room in ("ingestion", "tokenization", "training", "serving")} | {"negatives": None},
+        "workers": {room: worker for room in ("ingestion", "tokenization", "training", "serving")} | {"negatives": None, "reward": None},
         "redisResources": _SMALL,
         "operatorResources": _SMALL,
         "operatorSettings": _OPERATOR_SETTINGS,

@@ -134,7 +134,7 @@ def stack(engine: Any, image: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     image("semantide", "semantide:test")
     override = tmp_path_factory.mktemp("compose") / "override.yml"
     # Half of a small machine for each tensor operation; the containers share it.
-    services = ("api", *(f"{room}-worker" for room in ("ingestion", "tokenization", "negatives", "training", "serving")))
+    services = ("api", *(f"{room}-worker" for room in ("ingestion", "tokenization", "negatives", "training", "reward", "serving")))
     override.write_text(json.dumps({"services": {name: {"environment": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}} for name in services}}))
     running = ComposeStack(engine, f"semantide-test-{os.getpid()}", override, free_port())
     try:

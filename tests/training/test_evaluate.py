@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from semantide.services.training.alignment import inverse, rows_of
 from semantide.services.training.evaluate import Case, EvaluateConfig, cases_of, evaluate
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, SASRecRanker
+from semantide.services.training.row_matching import inverse, rows_of
 from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.brute_force import score_every_item
 from semantide.shared.errors import Conflict
