@@ -122,7 +122,7 @@ def _merger(shape: GeneratorConfig, source: GeneratorConfig, folder: Path) -> Me
     wanted, known = shape.merger, source.merger
     if not known.enabled or not wanted.enabled:
         return wanted if wanted.enabled else known
-    if wanted != known:
+    if replace(wanted, actions=known.actions) != known:
         raise Conflict(
             f"{folder} merges items with {known.to_json()}, not with {wanted.to_json()}: leave generator.merger out, or take a checkpoint without one"
         )

@@ -6,7 +6,7 @@ R ids asked of a table, U unique ones among them, E training events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,7 +81,8 @@ class Objective(Protocol):
 class NextToken:
     """Cross entropy of the generator, summed over levels; every place of every history is supervised and none is padding."""
 
-    def __init__(self, model: Generator, item_tokens_NL: Tensor, config: TrainConfig) -> None:
+    def __init__(self, model: Generator, item_tokens_NL: Tensor, config: TrainConfig, side: Callable[[HistoryBatch], Tensor] | None = None) -> None:
+        """``side`` gives the side features [T, F] of the histories' items, where the model's prompts have them."""
         levels = model.vocabulary.levels
         if config.level_weights and len(config.level_weights) != levels:
             raise ValueError(f"level_weights has {len(config.level_weights)} numbers for {levels} levels: give one per level or none")
@@ -89,11 +90,14 @@ class NextToken:
         self.model, self.tokens_per_item = model, levels - 1 + model.prompt_shape.places_per_item if merged else levels
         self.tables: Mapping[str, Any] = {}
         self._item_tokens_NL, self._smoothing, self._repeat_weight = item_tokens_NL, config.label_smoothing, config.repeat_weight
-        self._weights_L = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device)
+        self._weights_L, self._side = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device), side
 
     def _side_features(self, batch: HistoryBatch, probes_T: Tensor | None) -> Tensor:
         """What the model's prompts say beside codes, [T, F]; what a repeat would say nobody reads."""
-        side_TF = batch.items.values.new_zeros(len(batch.items.values) if probes_T is None else len(probes_T), len(self.model.config.merger.features))
+        known = torch.ones_like(batch.items.values, dtype=torch.bool) if probes_T is None else ~probes_T
+        side_TF = batch.items.values.new_zeros(len(known), len(self.model.config.merger.features))
+        if self._side is not None:
+            side_TF[known] = self._side(batch)
         return side_TF
 
     def draw(self, batch: HistoryBatch, generator: torch.Generator) -> Mapping[str, Tensor]:

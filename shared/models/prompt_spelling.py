@@ -16,6 +16,7 @@ from semantide.shared.models.token_merger import GAP_BUCKETS, MergerConfig
 from semantide.shared.models.vocabulary import Vocabulary
 
 Numbers = npt.NDArray[np.int64]
+Any_I = Sequence[int] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,7 +40,7 @@ class PromptSpelling:
         place = {name: number for number, name in enumerate(self.merger.actions, 1)}
         return np.array([place.get(name, 0) for name in names], dtype=np.int64)
 
-    def prompt(self, rows_I: Numbers, actions_I: Sequence[int] | Numbers | None = None, times_I: Sequence[int] | Numbers | None = None) -> Numbers:
+    def prompt(self, rows_I: Numbers, actions_I: Any_I | None = None, times_I: Any_I | None = None) -> Numbers:
         """The tokens of a prompt of these items, oldest first, with the number of what was done with each and when, where that is known and looked at.
 
         Units: ``times_I`` seconds.
@@ -50,9 +51,7 @@ class PromptSpelling:
         return self.vocabulary.history_tokens(tokens_IS)
 
 
-def side_features(
-    merger: MergerConfig, items: int, actions_I: Sequence[int] | Numbers | None, times_I: Sequence[int] | Numbers | None
-) -> npt.NDArray[np.int64]:
+def side_features(merger: MergerConfig, items: int, actions_I: Any_I | None, times_I: Any_I | None) -> npt.NDArray[np.int64]:
     """The side features [I, F] of one history's items; None: unknown."""
     columns = {
         "actions": lambda: np.zeros(items, dtype=np.int64) if actions_I is None else np.asarray(actions_I, dtype=np.int64),
