@@ -41,6 +41,7 @@ class Query:
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
     ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
     ``user`` is whose prompt may be kept for the next time; None: nobody's. ``only_new`` leaves only items that are younger than the model.
+    ``moments`` say what was done with each item of the history, and when (milliseconds since 1970, or None); empty: not known.
     ``conditional`` takes log-probabilities over the codes that the catalog has below a prefix, not over all codes of the level.
     """
 
@@ -55,6 +56,7 @@ class Query:
     user: str | None = None
     only_new: bool = False
     conditional: bool = False
+    moments: tuple[tuple[str, int | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Prepared:
         """Look up a query's items, spell its history, and see what is kept of the user."""
         rows = bundle.rows(query.history)
         read_rows = history_window(rows, bundle.max_history_items)
-        prompt = bundle.spelling.prompt(read_rows)
+        prompt = _spelled(bundle, query, read_rows)
         width = effective_width(query, len(bundle.trie))
         prepared = cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows))
         prepared.last_prompt()
@@ -168,6 +170,17 @@ class Prepared:
     def narrowed(self, share: float) -> int:
         """Its width when searches get this share of what they ask for; n items come back all the same."""
         return narrowed_width(self.width, self.query.n, share)
+
+
+def _spelled(bundle: Bundle, query: Query, read_rows: IntArray) -> Tokens:
+    """The prompt of the items that are read; with what was done and when, where the model looks at it."""
+    spelling = bundle.spelling
+    if not spelling.merger.features or not query.moments or not len(read_rows):
+        return spelling.prompt(read_rows)
+    row_of = bundle.catalog.row_of
+    read = [moment for item, moment in zip(query.history, query.moments, strict=True) if item in row_of][-len(read_rows) :]
+    times = [time // 1000 for _, time in read if time is not None]
+    return spelling.prompt(read_rows, spelling.action_numbers(action for action, _ in read), times if len(times) == len(read) else None)
 
 
 class Group:
