@@ -44,7 +44,7 @@ def assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog, job: JobCo
     fresh, shape, events = True, config.generator, None
     if "actions" in shape.merger.features:
         events = _events(job)
-        shape = replace(shape, merger=replace(shape.merger, actions=events.names))
+        shape = replace(shape, merger=replace(shape.merger, actions=tuple(sorted(events.names))))
     if config.checkpoint:
         folder = checkpoint_folder(job, config.checkpoint)
         generator, fresh = begin_at_checkpoint(folder, shape, catalog.level_sizes, config.keep_text, job.spec.seed)
