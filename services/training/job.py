@@ -256,9 +256,9 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     looks = any(_looks_at_actions(_card(job, job.spec.inputs[name])) for name in _COMPARED if name in job.spec.inputs)
     events = EventActions.load(job.store.get(_input(job, "dataset"))) if looks else None
-    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E)
+    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E, min_targets=config.min_targets)
     if not cases:
-        raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
+        raise BadData(f"the data set has no users with {config.min_targets} items to predict in part {config.part!r}: take another part or another split")
     rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
     for name in _COMPARED:
         if name in job.spec.inputs:
