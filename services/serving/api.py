@@ -305,7 +305,9 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
     if body.history is not None:
         if not body.history:
             raise ValueError("`history` is []: give at least one item, or send `user` instead (an unknown user is ranked without history)")
-        plain: tuple[TimedEvent, ...] = tuple((entry, "click", None) for entry in body.history if isinstance(entry, str))  # the usual case, without a model made of each entry
+        plain: tuple[TimedEvent, ...] = tuple(
+            (entry, "click", None) for entry in body.history if isinstance(entry, str)
+        )  # the usual case, without a model made of each entry
         if len(plain) == len(body.history) and "click" in actions:
             events = plain
         else:
