@@ -9,11 +9,13 @@ Source: GenRec (arXiv 2604.14878), asymmetric linear token merger.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Separator = Literal["none", "kept", "merged"]
@@ -90,6 +92,22 @@ class PromptShape:
         return 1 + self.places_per_unit * ((tokens - 1) // self.tokens_per_unit) if tokens else 0
 
 
+@dataclass(frozen=True)
+class MergedRows:
+    """What each code and each value of a side feature adds to an item: the merge of fixed weights, multiplied out, so that it is a sum of looked-up rows.
+
+    Shapes: ``rows_KD`` of all levels' codes, then of all features' values; ``shift_S`` takes the numbers of an item to their rows.
+    """
+
+    rows_KD: Tensor
+    shift_S: Tensor
+
+    def __call__(self, numbers_IS: Tensor) -> Tensor:
+        """One vector per item: [I, D]."""
+        merged_ID: Tensor = F.embedding_bag(numbers_IS + self.shift_S, self.rows_KD, mode="sum")
+        return merged_ID
+
+
 class TokenMerger(nn.Module):
     """The mean of an item's codes plus a linear map of codes, separator and side features, which begins at zero: so at first an item is the mean of its codes.
 
@@ -118,6 +136,21 @@ class TokenMerger(nn.Module):
     def places(self) -> tuple[Tensor, ...]:
         """The vector [D] of the place between two items, where there is one."""
         return (self.separator,) if self.separator is not None and self.config.separator == "kept" else ()
+
+    @torch.no_grad()
+    def rows(self, codes: Sequence[Tensor], firsts: Sequence[int]) -> MergedRows:
+        """The same map as a sum of rows; ``codes`` are the embeddings [K, D] of each level's codes, ``firsts`` the tokens where they begin."""
+        size, levels = self.proj.out_features, self.levels
+        maps = list(self.proj.weight.split(size, 1))
+        mean = torch.eye(size, dtype=self.proj.weight.dtype, device=self.proj.weight.device) / levels
+        rows = [embedded @ (own + mean).T for embedded, own in zip(codes, maps[:levels], strict=True)]
+        if self.separator is not None and self.config.separator == "merged":
+            rows[0] = rows[0] + maps[levels] @ self.separator  # the same for every item, and each has one code of the first level
+        tables = [table.weight for table in self.features.values()]
+        rows += [values @ own.T for values, own in zip(tables, maps[len(maps) - len(tables) :], strict=True)]
+        starts = [0, *accumulate(map(len, rows))][:-1]
+        shifts = [start - first for start, first in zip(starts, [*firsts, *[0] * len(tables)], strict=True)]
+        return MergedRows(torch.cat(rows), torch.tensor(shifts, device=self.proj.weight.device))
 
     def forward(self, codes_ILD: Tensor, side_IF: Tensor) -> Tensor:
         """One vector per item: [I, D]."""

@@ -77,9 +77,10 @@ def reference(generator: Generator, prompt: torch.Tensor, codes: Sequence[int]) 
 
 
 @settings(deadline=None, max_examples=20)
-@given(MERGER, st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 10**6))
-def test_decoding_equals_the_plain_computation(merger: MergerConfig, items: list[int], seed: int) -> None:
-    generator = make(merger)
+@given(MERGER, st.lists(st.integers(0, 5), min_size=1, max_size=4), st.booleans(), st.integers(0, 10**6))
+def test_decoding_equals_the_plain_computation(merger: MergerConfig, items: list[int], fixed: bool, seed: int) -> None:
+    """Of weights that are trained, and of fixed ones, which are multiplied out."""
+    generator = make(merger).requires_grad_(not fixed)
     decoder = GeneratorDecoder(generator)
     prompts = [prompt_of(generator, many, seed + place) for place, many in enumerate(items)]
     random = np.random.default_rng(seed)
@@ -144,6 +145,21 @@ def test_an_item_begins_as_the_mean_of_its_codes(merger: MergerConfig) -> None:
     torch.testing.assert_close(vectors[1 :: generator.prompt_shape.places_per_item], means)
     torch.testing.assert_close(generator.item_vectors(codes), means)
     assert offsets.tolist() == [0, len(vectors)] == [0, 1 + 4 * generator.prompt_shape.places_per_item]
+
+
+def test_fixed_weights_that_are_replaced_count() -> None:
+    generator = make(MERGERS[3]).requires_grad_(False)
+    prompt = prompt_of(generator, 4, 0)
+    offsets = torch.tensor([0, len(prompt)])
+    before = generator.prompt_vectors(prompt, offsets)[0]
+    generator.merger.proj.weight.mul_(2.0)
+    after = generator.prompt_vectors(prompt, offsets)[0]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, generator.requires_grad_(True).prompt_vectors(prompt, offsets)[0])
+    generator.requires_grad_(False).model.embed_tokens.weight.neg_()
+    torch.testing.assert_close(
+        generator.prompt_vectors(prompt, offsets)[0], generator.requires_grad_(True).prompt_vectors(prompt, offsets)[0], rtol=1e-9, atol=1e-9
+    )
 
 
 def test_everything_that_is_merged_learns() -> None:
