@@ -8,7 +8,7 @@ Costs (with --data, a folder that holds amazon/): Amazon Beauty, leave-one-out, 
 `scratch`: the generator trained with and without a merger from the same seed, for equal steps. `continued`: both go on from the same unmerged checkpoint for equal
 steps, where the merger begins as the mean. Every run takes its best epoch by validation NDCG@10.
 
-    python tests/benchmarks/merger.py [--quick] [--json] [--threads N] [--data DIR] [--only speed|quality] [--seeds 3] [--workers 1]
+    python tests/benchmarks/merger.py [--quick] [--json] [--threads N] [--data DIR] [--only speed|quality] [--seeds 3] [--forms merged kept] [--workers 1]
 
 Legend: N items of a prompt, L levels, D hidden size, P places.
 """
@@ -189,7 +189,7 @@ class Trained:
     checkpoint: Path | None = None
 
 
-def train(dataset: Dataset, quick: bool, threads: int, asked: Trained) -> dict[str, Any]:
+def train(dataset: Dataset, quick: bool, threads: int, scratch: Path, asked: Trained) -> dict[str, Any]:
     """Train one generator for all its epochs, then rank the test items with the seen filter off and on; ``checkpoint`` is what it ended with."""
     torch.set_num_threads(threads)
     begin, run, items = time.monotonic(), asked.run, len(dataset.item_ids)
@@ -211,14 +211,12 @@ def train(dataset: Dataset, quick: bool, threads: int, asked: Trained) -> dict[s
         say(f"{run.name} seed {run.seed}: {time.monotonic() - begin:.0f} s, validation N@10 {figures['ndcg@10']:.4f}")
         return figures
 
-    with tempfile.TemporaryDirectory() as scratch:
-        sampler = Sampler(dataset.train_histories(), config, run.seed)
-        state = Trainer(config, objective, sampler, validate, Listener(time.monotonic), Path(scratch), seed=run.seed).run()
+    folder, sampler = scratch / f"{run.name}-{run.seed}", Sampler(dataset.train_histories(), config, run.seed)
+    state = Trainer(config, objective, sampler, validate, Listener(time.monotonic), folder / "checkpoints", seed=run.seed).run()
     assert run.codes is not None
     last = GeneratorRanker(generator, Trie.build(run.codes), run.codes, np.arange(items), config.max_items, BEAM_WIDTH)
     test = cases_of(dataset, "test", 200 if quick else None)
     rows = {"filtered" if seen else "unfiltered": evaluate(last, test, ks=KS, num_items=items, exclude_seen=seen) for seen in (False, True)}
-    folder = Path(tempfile.mkdtemp(prefix="merger-"))
     generator.save_pretrained(folder)
     took = time.monotonic() - begin
     return {"name": run.name, "seed": run.seed, "rows": rows, "steps": state.step, "best_epoch": state.best_epoch, "seconds": took, "checkpoint": str(folder)}
@@ -230,14 +228,14 @@ def plan(dataset: Dataset, quick: bool) -> tuple[Run, dict[str, Any]]:
     # Three levels, as GenRec has them.
     tokenizer = TokenizerConfig(level_sizes=(256, 64, 16), content_weight=0.7, iterations=5 if quick else 25)
     spelled = build(dataset, tokenizer, seed=0)
-    epochs = {"scratch": 1, "continued": 1} if quick else {"scratch": 16, "continued": 8}
+    epochs = {"scratch": 1, "continued": 1} if quick else {"scratch": 12, "continued": 6}
     config = recipe("small", {**settings, "patience": 1000, "evaluate_every": 1 if quick else 2, "valid_users": 100 if quick else 2000})
     say(f"spelled {len(spelled.catalog)} items over levels {spelled.catalog.level_sizes}")
     return Run("plain", 0, config, spelled.catalog.codes, list(spelled.tokenizer.codes.codebooks), spelled.catalog.level_sizes), epochs
 
 
-def costs(options: argparse.Namespace) -> tuple[dict[str, Measure], list[dict[str, Any]]]:
-    """Loss of quality by the mergers, from scratch and continued."""
+def costs(options: argparse.Namespace, scratch: Path) -> dict[str, Measure]:
+    """Loss of quality by the mergers, from scratch and continued; ``scratch`` takes the runs' checkpoints."""
     dataset = public_data.beauty(options.data / "amazon", 1500 if options.quick else None)
     base, epochs = plan(dataset, options.quick)
     seeds = range(1 if options.quick else options.seeds)
@@ -245,9 +243,9 @@ def costs(options: argparse.Namespace) -> tuple[dict[str, Measure], list[dict[st
     def of(part: str, name: str, seed: int) -> Run:
         return replace(base, name=f"{part}-{name}", seed=seed, config=replace(base.config, epochs=epochs[part]))
 
-    mergers = {"plain": MergerConfig(), "merged": MERGED, "kept": KEPT}
+    mergers = {"plain": MergerConfig(), **{name: READINGS[name] for name in options.forms}}
     results: list[dict[str, Any]] = []
-    work = partial(train, dataset, options.quick, options.threads)
+    work = partial(train, dataset, options.quick, options.threads, scratch)
     with multiprocessing.get_context("spawn").Pool(options.workers, initializer=end_with_parent) as pool:
         for result in pool.imap(work, [Trained(of("scratch", name, seed), merger) for seed in seeds for name, merger in mergers.items()]):
             results.append(result)
@@ -257,24 +255,26 @@ def costs(options: argparse.Namespace) -> tuple[dict[str, Measure], list[dict[st
         for result in pool.imap(work, again):
             results.append(result)
             say(json.dumps(result))
-    return losses(results), results
+    return losses(results, options)
 
 
-def losses(results: list[dict[str, Any]]) -> dict[str, Measure]:
+def losses(results: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Measure]:
     """Relative losses against the unmerged run of the same seed: mean over seeds, and the standard error of that mean."""
     of = {(result["name"], result["seed"]): result["rows"] for result in results}
     seeds = sorted({seed for _, seed in of})
     measures: dict[str, Measure] = {}
     for part in ("scratch", "continued"):
-        for ours in ("merged", "kept"):
+        for ours in options.forms:
             for form in ("unfiltered", "filtered"):
                 for metric, bounds in LOSSES.items():
                     plain, merged = (np.array([of[f"{part}-{name}", seed][form][metric] for seed in seeds]) for name in ("plain", ours))
-                    each = 1 - merged / np.maximum(plain, 1e-12)
+                    if not plain.all():
+                        continue  # nothing was learned that could be lost
+                    each = 1 - merged / plain
                     measures[f"loss_{metric.replace('@', '')}_{ours}_{part}_{form}"] = {
-                        "value": float(1 - merged.mean() / max(plain.mean(), 1e-12)), "unit": "share", "better": "lower", "runs": len(seeds),
+                        "value": float(1 - merged.mean() / plain.mean()), "unit": "share", "better": "lower", "runs": len(seeds),
                         "baseline": f"unmerged, {plain.mean():.4f} against {merged.mean():.4f}",
-                        "error": float(each.std(ddof=1) / math.sqrt(len(seeds))) if len(seeds) > 1 else None, **bounds,
+                        "error": float(each.std(ddof=1) / math.sqrt(len(seeds))) if len(seeds) > 1 else None, **({} if options.quick else bounds),
                     }  # fmt: skip
     return measures
 
@@ -284,6 +284,7 @@ def main() -> int:
     parser = arguments_parser(__doc__ or "", data=True)
     parser.add_argument("--only", choices=("speed", "quality"))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--forms", nargs="+", choices=("merged", "kept"), default=["merged"], help="mergers whose quality is measured")
     parser.add_argument("--workers", type=int, default=1, help="trainings at the same time; each has --threads")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -295,7 +296,8 @@ def main() -> int:
         if not (options.data / "amazon" / "beauty.seq").is_file():
             say(f"{options.data} has no amazon/beauty.seq: quality is not measured; give the folder with --data")
         else:
-            measures |= costs(options)[0]
+            with tempfile.TemporaryDirectory() as scratch:
+                measures |= costs(options, Path(scratch))
     return finish("merger", options, measures, wrong)
 
 
