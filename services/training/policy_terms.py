@@ -55,9 +55,9 @@ class PolicyTerms:
 
     def of(self, generator: Generator, prompts: Jagged, items: Items, rules: ItemFilter | None = None) -> Terms:
         """The terms of all items; ``rules`` as they were when rollouts were drawn."""
-        vocabulary, levels = generator.vocabulary, self._trie.levels
+        vocabulary, levels, numbers = generator.vocabulary, self._trie.levels, generator.prompt_shape.tokens_per_item
         tokens_CL = self.tokens_NL[items.rows_C]
-        whole_C = ((prompts.lengths_B - len(vocabulary.layout.begin)) // levels)[items.prompts_C]
+        whole_C = ((prompts.lengths_B - len(vocabulary.layout.begin)) // numbers)[items.prompts_C]
         blocks = TargetBlocks.of_items(tokens_CL, items.prompts_C, whole_C)
         hidden_CLD = target_hidden(generator, prompts.values, prompts.offsets_B1, blocks).unflatten(0, (-1, levels))
         every, allowed = Policy(self._trie), Policy(self._trie, self._temperature, rules)

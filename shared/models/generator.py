@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from semantide.kernels.gating import silu_product
 from semantide.kernels.normalisation import rms_norm
 from semantide.kernels.rotary import norm_rotate
 from semantide.shared.models.seen_bias import SeenBias
-from semantide.shared.models.token_merger import MergerConfig, PromptShape, TokenMerger
+from semantide.shared.models.token_merger import MergedRows, MergerConfig, PromptShape, TokenMerger
 from semantide.shared.models.vocabulary import Layout, Vocabulary
 
 
@@ -203,6 +204,7 @@ class Generator(nn.Module):
             self.seen_bias = SeenBias(self.vocabulary)
         if config.merger.enabled:
             self.merger = TokenMerger(config.merger, self.vocabulary.levels, config.hidden_size)
+        self._merged_rows: tuple[tuple[Any, ...], MergedRows] | None = None
         self._initialise()
 
     @torch.no_grad()
@@ -254,26 +256,51 @@ class Generator(nn.Module):
         """
         if not self.config.merger.enabled:
             return self.embed(tokens_T if places_N is None else tokens_T[places_N]), offsets_B1
-        shape, levels = self.prompt_shape, self.vocabulary.levels
-        lengths_B = offsets_B1.diff()
-        if bool((((lengths_B - 1) % shape.tokens_per_unit != 0) | (lengths_B < 1)).any()):
+        shape, device = self.prompt_shape, tokens_T.device
+        before_B1 = torch.arange(len(offsets_B1), device=device)
+        item_tokens_B1 = offsets_B1 - before_B1
+        if bool((item_tokens_B1 % shape.tokens_per_unit).any()):
             raise ValueError(
-                f"prompts of {lengths_B.tolist()[:8]} tokens: this model reads a begin token and then {shape.tokens_per_unit} numbers of each item"
+                f"prompts of {offsets_B1.diff().tolist()[:8]} tokens: this model reads a begin token and then {shape.tokens_per_unit} numbers of each item"
             )
-        place_offsets_B1 = torch.zeros_like(offsets_B1)
-        place_offsets_B1[1:] = (1 + shape.places_per_unit * ((lengths_B - 1) // shape.tokens_per_unit)).cumsum(0)
+        place_offsets_B1 = before_B1 + item_tokens_B1 // shape.tokens_per_unit * shape.places_per_unit
         if places_N is None:
-            places_N = torch.arange(int(place_offsets_B1[-1]), device=tokens_T.device)
+            places_N = torch.arange(int(place_offsets_B1[-1]), device=device)
         prompts_N = torch.searchsorted(place_offsets_B1, places_N, right=True) - 1
         ahead_N = places_N - place_offsets_B1[prompts_N]  # of its prompt's begin
-        unit_N, rest_N = (ahead_N - 1) // shape.places_per_unit, (ahead_N - 1) % shape.places_per_unit
-        item_I = ((ahead_N > 0) & (rest_N == 0)).nonzero().squeeze(1)
-        first_I = offsets_B1[prompts_N[item_I]] + 1 + unit_N[item_I] * shape.tokens_per_unit
-        tokens_IS = tokens_T[first_I.unsqueeze(1) + torch.arange(shape.tokens_per_unit, device=tokens_T.device)]
-        merged_ID = self.merger(self._scaled(tokens_IS[:, :levels]), tokens_IS[:, levels:])
-        begin_K, between_K = (ahead_N == 0).nonzero().squeeze(1), ((ahead_N > 0) & (rest_N == 1)).nonzero().squeeze(1)
-        x_ND = torch.cat([self._scaled(tokens_T[offsets_B1[prompts_N[begin_K]]]), merged_ID, *(x.expand(len(between_K), -1) for x in self.merger.places)])
-        return self._dropped(x_ND[torch.cat([begin_K, item_I, between_K]).argsort()]), place_offsets_B1
+        begin_K = (ahead_N == 0).nonzero().squeeze(1)
+        item_I = ((ahead_N - 1) % shape.places_per_unit == 0).logical_and_(ahead_N > 0).nonzero().squeeze(1)
+        first_I = offsets_B1[prompts_N[item_I]] + 1 + (ahead_N[item_I] - 1) // shape.places_per_unit * shape.tokens_per_unit
+        merged_ID = self._merged(tokens_T[first_I.unsqueeze(1) + torch.arange(shape.tokens_per_unit, device=device)])
+        # What is neither lies between two items.
+        x_ND = (self.merger.places or (merged_ID.new_zeros(merged_ID.shape[1]),))[0].repeat(len(places_N), 1)
+        x_ND = x_ND.index_copy(0, begin_K, self._scaled(tokens_T[offsets_B1[prompts_N[begin_K]]])).index_copy(0, item_I, merged_ID)
+        return self._dropped(x_ND), place_offsets_B1
+
+    def _merged(self, numbers_IS: Tensor) -> Tensor:
+        """One vector per item of a prompt."""
+        levels, weight = self.vocabulary.levels, self.merger.proj.weight
+        if weight.requires_grad or self.training:
+            merged_ID: Tensor = self.merger(self._scaled(numbers_IS[:, :levels]), numbers_IS[:, levels:])
+            return merged_ID
+        # Weights that nobody trains are multiplied out once; should they be replaced after all, once more.
+        key = (weight.data_ptr(), weight._version, weight.dtype, self.model.embed_tokens.weight.data_ptr(), self.model.embed_tokens.weight._version)
+        if self._merged_rows is None or self._merged_rows[0] != key:
+            firsts = [self.vocabulary.first(level) for level in range(levels)]
+            codes = [self._scaled(torch.arange(first, first + size, device=weight.device)) for first, size in zip(firsts, self.config.level_sizes, strict=True)]
+            self._merged_rows = key, self.merger.rows(codes, firsts)
+        return self._merged_rows[1](numbers_IS)
+
+    def item_vectors(self, tokens_NL: Tensor) -> Tensor:
+        """One vector per item, of its codes alone: as a merger reads it, else the sum of its tokens' embeddings.
+
+        Shapes: [N, L] -> [N, D].
+        """
+        codes_NLD = self._scaled(tokens_NL)
+        if not self.config.merger.enabled:
+            return codes_NLD.sum(1)
+        merged_ND: Tensor = self.merger(codes_NLD, tokens_NL.new_zeros(len(tokens_NL), len(self.config.merger.features)))
+        return merged_ND
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""

@@ -9,13 +9,13 @@ Source: GenRec (arXiv 2604.14878), asymmetric linear token merger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Separator = Literal["none", "kept", "merged"]
@@ -61,9 +61,9 @@ class MergerConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @property
-    def feature_sizes(self) -> tuple[int, ...]:
+    def feature_sizes(self) -> dict[str, int]:
         """Values of each side feature, 0 (unknown) included."""
-        return tuple(1 + len(self.actions) if name == "actions" else GAP_BUCKETS for name in self.features)
+        return {name: 1 + len(self.actions) if name == "actions" else GAP_BUCKETS for name in self.features}
 
 
 @dataclass(frozen=True)
@@ -92,35 +92,20 @@ class PromptShape:
         return 1 + self.places_per_unit * ((tokens - 1) // self.tokens_per_unit) if tokens else 0
 
 
-def side_values(
-    config: MergerConfig, actions_I: Sequence[int] | None, times_I: Sequence[int] | npt.NDArray[np.integer] | None, items: int
-) -> npt.NDArray[np.int64]:
-    """The side features [I, F] of a history's items: numbers of actions as ``MergerConfig.actions`` has them from 1 on, and moments. None: unknown.
+@dataclass(frozen=True)
+class MergedRows:
+    """What each code and each value of a side feature adds to an item: the merge of fixed weights, multiplied out, so that it is a sum of looked-up rows.
 
-    Units: ``times_I`` seconds, ascending.
+    Shapes: ``rows_KD`` of all levels' codes, then of all features' values; ``shift_S`` takes the numbers of an item to their rows.
     """
-    columns = []
-    for name in config.features:
-        if name == "actions":
-            columns.append(np.zeros(items, np.int64) if actions_I is None else np.asarray(actions_I, dtype=np.int64))
-        else:
-            columns.append(gap_buckets(times_I, items))
-    return np.stack(columns, 1) if columns else np.zeros((items, 0), dtype=np.int64)
 
+    rows_KD: Tensor
+    shift_S: Tensor
 
-def gap_buckets(times_I: Sequence[int] | npt.NDArray[np.integer] | None, items: int) -> npt.NDArray[np.int64]:
-    """The bucket of the time since the item before; the first item's is unknown."""
-    buckets = np.zeros(items, dtype=np.int64)
-    if times_I is not None and items > 1:
-        seconds = np.maximum(np.diff(np.asarray(times_I, dtype=np.int64)), 0)
-        buckets[1:] = np.minimum(1 + np.log2(seconds + 1.0).astype(np.int64), GAP_BUCKETS - 1)
-    return buckets
-
-
-def action_numbers(config: MergerConfig, names: Iterable[str]) -> list[int]:
-    """The number of each action among those that have a vector, from 1 on; 0 for others."""
-    place = {name: number for number, name in enumerate(config.actions, 1)}
-    return [place.get(name, 0) for name in names]
+    def __call__(self, numbers_IS: Tensor) -> Tensor:
+        """One vector per item: [I, D]."""
+        merged_ID: Tensor = F.embedding_bag(numbers_IS + self.shift_S, self.rows_KD, mode="sum")
+        return merged_ID
 
 
 class TokenMerger(nn.Module):
@@ -134,8 +119,8 @@ class TokenMerger(nn.Module):
         self.config, self.levels = config, levels
         separated = config.separator == "merged"
         self.proj = nn.Linear((levels + separated + len(config.features)) * size, size, bias=False)
-        self.separator = nn.Parameter(torch.empty(1, size)) if config.separator != "none" else None
-        self.features = nn.ModuleList(nn.Embedding(values, size) for values in config.feature_sizes)
+        self.separator = nn.Parameter(torch.empty(size)) if config.separator != "none" else None
+        self.features = nn.ModuleDict({name: nn.Embedding(values, size) for name, values in config.feature_sizes.items()})
 
     @torch.no_grad()
     def initialise(self, std: float) -> None:
@@ -143,20 +128,35 @@ class TokenMerger(nn.Module):
         self.proj.weight.zero_()
         if self.separator is not None:
             self.separator.normal_(std=std)
-        for table in self.features:
+        for table in self.features.values():
             assert isinstance(table, nn.Embedding)
             table.weight.normal_(std=std)
 
     @property
     def places(self) -> tuple[Tensor, ...]:
-        """The vector [1, D] of the place between two items, where there is one."""
+        """The vector [D] of the place between two items, where there is one."""
         return (self.separator,) if self.separator is not None and self.config.separator == "kept" else ()
+
+    @torch.no_grad()
+    def rows(self, codes: Sequence[Tensor], firsts: Sequence[int]) -> MergedRows:
+        """The same map as a sum of rows; ``codes`` are the embeddings [K, D] of each level's codes, ``firsts`` the tokens where they begin."""
+        size, levels = self.proj.out_features, self.levels
+        maps = list(self.proj.weight.split(size, 1))
+        mean = torch.eye(size, dtype=self.proj.weight.dtype, device=self.proj.weight.device) / levels
+        rows = [embedded @ (own + mean).T for embedded, own in zip(codes, maps[:levels], strict=True)]
+        if self.separator is not None and self.config.separator == "merged":
+            rows[0] = rows[0] + maps[levels] @ self.separator  # the same for every item, and each has one code of the first level
+        tables = [table.weight for table in self.features.values()]
+        rows += [values @ own.T for values, own in zip(tables, maps[len(maps) - len(tables) :], strict=True)]
+        starts = [0, *accumulate(map(len, rows))][:-1]
+        shifts = [start - first for start, first in zip(starts, [*firsts, *[0] * len(tables)], strict=True)]
+        return MergedRows(torch.cat(rows), torch.tensor(shifts, device=self.proj.weight.device))
 
     def forward(self, codes_ILD: Tensor, side_IF: Tensor) -> Tensor:
         """One vector per item: [I, D]."""
         parts = [codes_ILD.flatten(1)]
         if self.separator is not None and self.config.separator == "merged":
             parts.append(self.separator.expand(len(codes_ILD), -1))
-        parts += [table(side_IF[:, column]) for column, table in enumerate(self.features)]
+        parts += [table(side_IF[:, column]) for column, table in enumerate(self.features.values())]
         merged_ID: Tensor = codes_ILD.mean(1) + self.proj(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
         return merged_ID

@@ -72,6 +72,37 @@ def test_one_seed_gives_one_digest_cancelled_in_between_or_not(make_job: MakeJob
     assert trained(2) != first
 
 
+def test_a_generator_on_merged_prompts_is_trained_resumed_measured_and_made_of_one_without(
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merger = {"enabled": True, "separator": "kept", "features": ["actions", "gaps"]}
+    config = {**QUICK, "generator": {**QUICK["generator"], "merger": merger, "dropout": 0.1}}  # type: ignore[dict-item]
+    model = run(make_job("train", recipe="tiny", config=config, inputs=inputs, seed=3)).artifacts["model"]
+    card = json.loads((store.get(model) / "semantide.json").read_text())
+    assert card["merger"] == {**merger, "actions": ["click", "like"]} and card["metrics"]["valid"]["ndcg@10"] > 0.4
+    again = make_job("train", recipe="tiny", config=config, inputs=inputs, seed=3)
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise JobCancelled("stop")
+
+    monkeypatch.setattr(again, "check_cancelled", check)
+    with pytest.raises(JobCancelled):
+        run(again)
+    assert run(again).artifacts["model"] == model
+    plain = run(make_job("train", recipe="tiny", config={**QUICK, "epochs": 3}, inputs=inputs)).artifacts["model"]
+    further = {**QUICK, "epochs": 2, "checkpoint": plain, "generator": {"merger": {"enabled": True}}}
+    merged = run(make_job("train", recipe="tiny", config=further, inputs=inputs)).artifacts["model"]
+    assert Generator.from_pretrained(store.get(merged)).config.merger.enabled
+    for other in (model, merged):
+        rows = run(make_job("evaluate", config={"ks": [10], "beam_width": 20}, inputs={**inputs, "model": other})).result["rows"]
+        recall = {(row["model"], row["exclude_seen"]): row["metrics"]["recall@10"] for row in rows}
+        assert recall["generator", False] > recall["popularity", False] + 0.2
+
+
 def with_pages(store: ArtifactStore, inputs: dict[str, str], folder: Path) -> dict[str, str]:
     """The ring, shown in pages of the next two or three items."""
     write_dataset(folder)
