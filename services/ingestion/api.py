@@ -18,6 +18,8 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from pydantic import BaseModel, ConfigDict, Field
 
 from semantide.services.ingestion.eventlog import EventLog
+from semantide.services.ingestion.experimentlog import read_experiment
+from semantide.services.ingestion.experiments import report
 from semantide.services.ingestion.fileimport import ImportConfig
 from semantide.services.ingestion.itemlog import ItemLog
 from semantide.services.ingestion.manifest import Manifest
@@ -38,6 +40,7 @@ from semantide.shared.telemetry import logger, meter
 
 _LOG = logger("ingestion")
 _FSYNC_MS = 5000
+_EXPERIMENT_MS = 14 * 86_400_000
 _UPLOAD_BLOCK = 4 * 1024 * 1024
 _SPARE_BYTES = 256 * 1024 * 1024
 _UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}){0,8}")
@@ -238,6 +241,18 @@ def build(room: Room) -> APIRouter:
                 **ItemLog(manifest).counts(),
             }
 
+    @router.get("/experiments", tags=["serving"], summary="What the variants of a split were worth to the people who met them, with confidence intervals")
+    def experiments(since: int | None = None, until: int | None = None, base: str = "live", before_days: int = 28) -> dict[str, Any]:
+        end = now_ms() if until is None else until
+        begin = end - _EXPERIMENT_MS if since is None else since
+        if begin >= end or before_days < 0:
+            raise BadData(
+                f"since is {begin}, until {end} and before_days {before_days}: give times in milliseconds since 1970, since before until, and days from 0 on"
+            )
+        with closing(Manifest(settings.data_dir / "events")) as manifest:
+            found = read_experiment(EventLog(manifest).segments(), begin, end, before_days * 86_400_000)
+        return {"since": begin, "until": end, **report(*found, settings.actions, base).as_dict()}
+
     @router.get("/users/{user:path}/history", summary="The user's recent interactions, oldest first")
     def history(user: str) -> dict[str, Any]:
         return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
@@ -282,6 +297,16 @@ def build(room: Room) -> APIRouter:
                         yield block
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    @router.get("/datasets/{ref:path}/pages", summary="What the pages of a data set are like, and whether training by pages can pay")
+    def page_report(ref: str) -> dict[str, Any]:
+        full = ref if ref.startswith("datasets/") else f"datasets/{ref}"
+        if full not in room.store.list("datasets"):
+            raise NotFound(f"no data set {ref!r}: `semantide dataset` makes one")
+        report = json.loads(room.store.fs.cat_file(f"{room.store.root}/{full}/dataset.json")).get("page_report")
+        if report is None:
+            raise NotFound(f"{full} was made before pages were counted: make it anew with `semantide dataset`")
+        return {"dataset": full, **report}
 
     @router.put("/uploads/{name:path}", status_code=201, summary="Send a file that an import can then read")
     async def put_upload(request: Request, name: str = PathParameter(max_length=1000)) -> dict[str, Any]:

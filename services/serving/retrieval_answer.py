@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from semantide.services.serving.bundle import Bundle
-from semantide.services.serving.contract import HistoryItem, RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
+from semantide.services.serving.contract import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
 from semantide.services.serving.retrieval import Asking, Hit, Retrieved, TimedEvents, fused, in_categories
 from semantide.services.serving.wish import Wish
 from semantide.shared.errors import TransientError
-
-
-def timed(body: RecommendationRequest, wish: Wish) -> TimedEvents | None:
-    """Events with their times where the request has them; None: the stored ones count."""
-    if wish.events is None:
-        return None
-    times = [event.time for event in body.history or () if isinstance(event, HistoryItem) and event.time is not None]
-    # Where one event has a time all have (``_wish``), and the wish is in their order.
-    moments: list[int] | list[None] = sorted(times) if len(times) == len(wish.events) else [None] * len(wish.events)
-    return [(item, action, moment) for (item, action), moment in zip(wish.events, moments, strict=True)]
 
 
 def asking(body: RecommendationRequest, wish: Wish, bundle: Bundle | None, events: TimedEvents) -> Asking:
@@ -34,8 +24,10 @@ def retrieved_item(hit: Hit, bundle: Bundle | None) -> RecommendedItem:
     """One candidate, with what the catalog knows of it."""
     row = None if bundle is None else bundle.catalog.row_of.get(hit.item)
     if bundle is None or row is None:
-        return RecommendedItem(item=hit.item, score=hit.score, codes=[], source="retriever")
-    return RecommendedItem(item=hit.item, score=hit.score, title=bundle.titles[row] or None, codes=bundle.catalog.codes[row].tolist(), source="retriever")
+        return RecommendedItem(item=hit.item, score=hit.score, codes=[], source="retriever", propensity=1.0)
+    return RecommendedItem(
+        item=hit.item, score=hit.score, title=bundle.titles[row] or None, codes=bundle.catalog.codes[row].tolist(), source="retriever", propensity=1.0
+    )
 
 
 def retrieved_answer(found: Retrieved, bundle: Bundle | None, fallback: str | None, request_id: str, total: float) -> RecommendationAnswer:
@@ -69,5 +61,7 @@ def joined_answer(whole: RecommendationAnswer, second: Retrieved, bundle: Bundle
             items.append(first[name][1])
         else:
             items.append(retrieved_item(others[name][1], bundle))
+    if any(item.propensity != 1 for item in whole.items):
+        items = [item.model_copy(update={"propensity": None}) for item in items]  # draws moved the places of one list, and joining moved them again
     reason = whole.short_reason if len(items) < n else None
     return whole.model_copy(update={"items": items, "source": "both", "retriever": second.model, "exact": False, "short_reason": reason})

@@ -37,13 +37,19 @@ class StepWork:
     tokens_per_item: int = 1
     per_item_pair: float = 0.0
     """Of two items of the same batch, wherever their histories are: in-batch negatives."""
+    behind: int = 0
+    """Of ``tokens_per_item``, those that stand behind the prompt: they see the items before theirs and one another. 0: all stand in it."""
 
     def flops(self, lengths_B: Tensor) -> float:
         """Operations of one step, forward and backward, on histories of these numbers of items; a multiply-add is two."""
         lengths = lengths_B.to(torch.float64).cpu()
-        items, tokens = float(lengths.sum()), lengths * self.tokens_per_item
-        pairs = float((tokens * (tokens + 1) / 2).sum())
-        return 2 * _PASSES * (self.per_token * items * self.tokens_per_item + self.per_pair * pairs + self.per_item * items + self.per_item_pair * items**2)
+        items, in_prompt = float(lengths.sum()), self.tokens_per_item - self.behind
+        # Behind a prompt of merged items follow the targets, so the last item needs no place in it.
+        prompts = in_prompt * lengths if not self.behind else 1 + in_prompt * (lengths - 1)
+        before = lengths + in_prompt * lengths * (lengths - 1) / 2  # what is seen from behind, one token of each item
+        pairs = float((prompts * (prompts + 1) / 2 + self.behind * before + lengths * self.behind * (self.behind + 1) / 2).sum())
+        tokens = float(prompts.sum()) + items * self.behind
+        return 2 * _PASSES * (self.per_token * tokens + self.per_pair * pairs + self.per_item * items + self.per_item_pair * items**2)
 
 
 def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
@@ -52,7 +58,10 @@ def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
         shape = model.config
         linear = _linear(model.model.layers)
         pairs = shape.num_layers * 2 * shape.num_heads * shape.head_dim
-        return StepWork(linear, pairs, shape.hidden_size * sum(shape.level_sizes), model.vocabulary.levels)
+        levels, loss = model.vocabulary.levels, shape.hidden_size * sum(shape.level_sizes)
+        if not shape.merger.enabled:
+            return StepWork(linear, pairs, loss, levels)
+        return StepWork(linear, pairs, loss + _linear(model.merger), model.prompt_shape.places_per_item + levels - 1, behind=levels - 1)
     if isinstance(model, SASRec):
         size = model.config.hidden_size
         sampled = 0 < config.num_negatives < num_items

@@ -12,6 +12,7 @@ from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
+from semantide.shared.models.token_merger import MergerConfig
 
 ITEMS = 40
 
@@ -52,6 +53,15 @@ def test_pairs_are_those_that_causality_allows(lengths: list[int], tokens_per_it
     assert work.flops(torch.tensor(lengths)) == 6 * pairs
 
 
+@given(st.integers(1, 12), st.integers(1, 2), st.integers(1, 3))
+def test_pairs_behind_a_merged_prompt_are_those_that_blocks_see(items: int, places_per_item: int, behind: int) -> None:
+    work = StepWork(0.0, 1.0, 0.0, places_per_item + behind, behind=behind)
+    prompt = 1 + places_per_item * (items - 1)
+    pairs = sum(range(1, prompt + 1)) + sum(1 + places_per_item * item + place for item in range(items) for place in range(1, behind + 1))
+    assert work.flops(torch.tensor([items])) == 6 * pairs
+    assert StepWork(1.0, 0.0, 0.0, places_per_item + behind, behind=behind).flops(torch.tensor([items])) == 6 * (prompt + items * behind)
+
+
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=8))
 def test_work_of_a_batch_is_that_of_its_histories(lengths: list[int]) -> None:
     work = StepWork(5.0, 3.0, 2.0, 2)
@@ -67,6 +77,8 @@ def test_attention_of_each_model() -> None:
     generator = Generator(GeneratorConfig((4, 6), num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8))
     work = work_of(generator, recipe("tiny"), ITEMS)
     assert work.per_pair == 2 * 3 * 4 * 8 and work.per_item == 10 * generator.config.hidden_size and work.tokens_per_item == 2
+    merged = work_of(Generator(replace(generator.config, merger=MergerConfig(True, "kept"))), recipe("tiny"), ITEMS)
+    assert (merged.tokens_per_item, merged.behind, merged.per_item - work.per_item) == (3, 1, 2 * generator.config.hidden_size**2)
 
 
 def test_items_that_a_target_is_compared_with() -> None:
