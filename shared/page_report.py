@@ -22,6 +22,7 @@ SIZES = (1, 2, 3, 5, 10, 20, 50)
 """Least sizes of the classes that pages are counted in."""
 WORTHWHILE = 0.1
 """Share of positives on pages with several from which on training by pages can pay."""
+_PARTS = 1 << 20
 _TOTALS = ("pages", "shown", "ordered", "clicked", "exposed", "disliked", "pages_with_positive", "pages_with_two", "positives_together", "pages_with_exposed")
 
 
@@ -31,11 +32,12 @@ class PageCounts:
 
     Shapes: ``totals`` as ``_TOTALS``; ``sizes`` pages of each class; ``positions_N3`` over pages with both positives and others: items shown at a place,
     positives among them, and positives to be expected if places made no difference.
+    Units: the expected positives are counted in ``_PARTS``; whole numbers add up to the same whatever the parts of a log.
     """
 
-    totals: npt.NDArray[np.float64]
-    sizes: npt.NDArray[np.float64]
-    positions_N3: npt.NDArray[np.float64]
+    totals: IntArray
+    sizes: IntArray
+    positions_N3: IntArray
 
     @classmethod
     def of(cls, offsets_P1: npt.NDArray[np.integer], answers_S: npt.NDArray[np.int8]) -> PageCounts:
@@ -56,30 +58,31 @@ class PageCounts:
             positives_P[several].sum(),
             ((exposed_P > 0) & (positives_P > 0)).sum(),
         ]
-        sizes = np.bincount(np.searchsorted(SIZES, lengths, side="right") - 1, minlength=len(SIZES)) if len(lengths) else np.zeros(len(SIZES))
+        sizes = np.bincount(np.maximum(np.searchsorted(SIZES, lengths, side="right") - 1, 0), minlength=len(SIZES))
         place = np.arange(len(page)) - np.repeat(np.asarray(offsets_P1[:-1], dtype=np.int64), lengths)
         mixed = ((positives_P > 0) & (positives_P < lengths))[page] & (place < POSITIONS)
-        share = np.divide(positives_P, lengths, out=np.zeros(len(lengths)), where=lengths > 0)
-        columns = [np.bincount(place[mixed], weights, POSITIONS)[:POSITIONS] for weights in (None, positive_S[mixed].astype(float), share[page[mixed]])]
-        return cls(np.array(totals, dtype=np.float64), np.asarray(sizes, dtype=np.float64), np.stack(columns, 1).astype(np.float64))
+        share = positives_P * _PARTS // np.maximum(lengths, 1)
+        positions = np.zeros((POSITIONS, 3), dtype=np.int64)
+        np.add.at(positions, place[mixed], np.stack([np.ones(mixed.sum(), np.int64), positive_S[mixed], share[page[mixed]]], 1))
+        return cls(np.array(totals, dtype=np.int64), sizes.astype(np.int64), positions)
 
     def __add__(self, other: PageCounts) -> PageCounts:
         return PageCounts(self.totals + other.totals, self.sizes + other.sizes, self.positions_N3 + other.positions_N3)
 
-    def flat(self) -> npt.NDArray[np.float64]:
+    def flat(self) -> IntArray:
         """All sums as one row of numbers, for a table."""
         return np.concatenate([self.totals, self.sizes, self.positions_N3.reshape(-1)])
 
     @classmethod
-    def from_flat(cls, numbers: npt.NDArray[np.float64]) -> PageCounts:
+    def from_flat(cls, numbers: IntArray) -> PageCounts:
         """What ``flat`` gave."""
-        totals, sizes, positions = np.split(np.asarray(numbers, dtype=np.float64), [len(_TOTALS), len(_TOTALS) + len(SIZES)])
+        totals, sizes, positions = np.split(np.asarray(numbers, dtype=np.int64), [len(_TOTALS), len(_TOTALS) + len(SIZES)])
         return cls(totals, sizes, positions.reshape(POSITIONS, 3))
 
     @classmethod
     def nothing(cls) -> PageCounts:
         """No pages."""
-        return cls(np.zeros(len(_TOTALS)), np.zeros(len(SIZES)), np.zeros((POSITIONS, 3)))
+        return cls(*(np.zeros(shape, dtype=np.int64) for shape in (len(_TOTALS), len(SIZES), (POSITIONS, 3))))
 
     def report(self) -> dict[str, Any]:
         """The figures that a person reads, and a verdict."""
@@ -88,7 +91,7 @@ class PageCounts:
         rates = {name: _share(total[name], total["shown"]) for name in ("ordered", "clicked", "exposed", "disliked")}
         together = _share(total["positives_together"], positives)
         lifts = [
-            {"position": place + 1, "shown": int(shown), "rate": _share(found, shown), "lift": _share(found, expected)}
+            {"position": place + 1, "shown": int(shown), "rate": _share(found, shown), "lift": _share(found, expected / _PARTS)}
             for place, (shown, found, expected) in enumerate(self.positions_N3.tolist())
             if shown
         ]

@@ -21,6 +21,7 @@ from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
+from semantide.services.training.job_inputs import promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
 from semantide.services.training.rankers import GeneratorRanker
 from semantide.services.training.rollout import Prompt, Prompts, RewardSource, Rollouter, checked, noise_of
@@ -66,9 +67,7 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     Raises: BadData for a wrong config or inputs, Conflict when model, catalog, reward model and data set do not belong together, JobCancelled.
     """
     changes = dict(job.spec.config)
-    promote = changes.pop("promote", False)
-    if not isinstance(promote, bool):
-        raise BadData(f"config promote is {promote!r}: give true or false")
+    promote = promotion_of(changes)
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
     inputs = dict(job.spec.inputs)
     for name in ("dataset", "model", "reward"):
@@ -135,7 +134,7 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     (folder / "alignment.json").write_text(json.dumps({"tests": state.tests}) + "\n")
     catalog = inputs.get("catalog") or card["catalog"]
     ref = job.store.put("models", folder, config=asdict(config), inputs={**inputs, "catalog": catalog}, seed=job.spec.seed)
-    job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=promote and not state.stopped))
+    job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=False if state.stopped else promote))
     for name in ("checkpoints", "model"):
         job.discard(job.workdir / name)
     return JobOutcome({"model": ref}, result)

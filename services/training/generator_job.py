@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
+from semantide.services.training.job_inputs import TOKENIZE_AGAIN
 from semantide.services.training.objective import NextToken
 from semantide.services.training.page_objective import PageWise
 from semantide.services.training.rankers import GeneratorRanker
@@ -19,8 +20,6 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.event_actions import EventActions
 from semantide.shared.jobs import JobContext
 from semantide.shared.models.generator import Generator
-
-TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
 @dataclass(frozen=True)

@@ -184,10 +184,13 @@ def main() -> int:
     parser.add_argument("--source", choices=sorted(page_data.SOURCES), default="movielens")
     parser.add_argument("--path", type=Path, required=True, help="folder of the log")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="of every form but the longer one; left out, as many as TRAINED says")
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch:
+        if options.epochs:
+            TRAINED[options.source]["epochs"] = options.epochs
         world = load(options.source, options.path, Path(scratch), options.quick)
         wrong, reading = shared_reading(world)
         measures = {f"{world.name}_shared_reading": reading}

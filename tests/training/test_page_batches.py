@@ -167,7 +167,7 @@ def test_skipped_items_shorten_what_pages_see() -> None:
 @pytest.mark.parametrize("log", [[[[0.0, 0.0]]], [[[-1.0]]]])
 def test_without_any_positive_there_is_nothing_to_train_on(log: Log) -> None:
     data, pages = world(log)
-    with pytest.raises(BadData, match="no item on the 1 pages .* intensity 1.0 or more"):
+    with pytest.raises(BadData, match=r"no item on the 1 pages .* intensity 1\.0 or more"):
         PageSampler(data, pages, config(), 0)
 
 
