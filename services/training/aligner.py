@@ -26,7 +26,7 @@ from semantide.services.training.checkpoint import Checkpoints
 from semantide.services.training.grpo import group_advantages, group_moments, mean_over_rollouts, policy_loss, prefix_advantages, shaped_rewards
 from semantide.services.training.held_out import HeldOut
 from semantide.services.training.optimiser import rate_share, set_rate
-from semantide.services.training.policy_terms import Items, PolicyTerms, Terms, divergence_CL
+from semantide.services.training.policy_terms import Items, Places, PolicyTerms, Terms, divergence_CL
 from semantide.services.training.rollout import Drawn, Prompts, RewardSource, Rollouter, checked, noise_of
 from semantide.services.training.run_weights import RunWeights
 from semantide.services.training.trainer import Listener
@@ -178,20 +178,20 @@ class Aligner:
             "group_diversity": _distinct(drawn.rows_RG), "popularity": float(self._popularity_N[drawn.rows_RG[present_RG]].mean()),
         }  # fmt: skip
         items, order_C, num_positives = _items(drawn.rows_RG, positives)
-        start = self._start_terms(drawn, items) if config.kl_weight or state.step % config.log_every == 0 else None
+        places = self._terms.places(self._generator, drawn.tokens, items, drawn.rules)
+        start = None
+        if config.kl_weight or (state.step + 1) % config.log_every == 0:
+            with torch.no_grad():
+                start = self._terms.of(self._start, places)
         for update in range(config.updates):
             stale = update > 0 or state.step > drawn_at
-            figures |= self._updated(drawn, items, order_C, num_positives, present_RG, advantages, stale, update, start)
+            figures |= self._updated(drawn, places, order_C, num_positives, present_RG, advantages, stale, update, start)
         return figures
-
-    def _start_terms(self, drawn: Drawn, items: Items) -> Terms:
-        with torch.no_grad():
-            return self._terms.of(self._start, drawn.tokens, items, drawn.rules)
 
     def _updated(
         self,
         drawn: Drawn,
-        items: Items,
+        places: Places,
         order_C: Tensor,
         num_positives: int,
         present_RG: Tensor,
@@ -208,7 +208,7 @@ class Aligner:
             optimiser.zero_grad(set_to_none=True)
         torch.manual_seed(int(np.random.SeedSequence([self._seed, _DROPOUT, state.step, update]).generate_state(1)[0]))
         generator.train(config.dropout)
-        terms = self._terms.of(generator, drawn.tokens, items, drawn.rules)
+        terms = self._terms.of(generator, places)
         many = drawn.rows_RG.numel()
         shape = (*drawn.rows_RG.shape, -1)
 
