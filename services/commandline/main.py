@@ -263,6 +263,37 @@ def train(
 
 
 @app.command()
+def align(
+    recipe: str = "grpo-sr",
+    model: Annotated[str | None, typer.Option(help="The generator to begin with; left out, the newest")] = None,
+    reward: Annotated[str | None, typer.Option(help="The reward model that scores rollouts; left out, the newest")] = None,
+    judge: Annotated[str | None, typer.Option(help="A second reward model, of another seed or other feedback: the run stops when the reward rises and it does not agree")] = None,
+    dataset: str | None = None,
+    catalog: str | None = None,
+    seed: int = 0,
+    promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")] = False,
+    overrides: Overrides = None,
+    cluster: OnCluster = None,
+    wait: Wait = True,
+    as_json: AsJson = False,
+) -> None:
+    """Align a generator with what users prefer: recipe grpo-sr (with the supervised regulariser) or grpo. It stops and goes back by itself when held-out quality falls."""
+    client = Client(Settings())
+    model = model or _latest_generator(client)
+    made_from = client.get(f"/v1/artifacts/{model}")["inputs"]
+    inputs = {
+        "model": model,
+        "reward": reward or client.latest("reward", "reward"),
+        "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
+        "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
+    } | ({"judge": judge} if judge else {})
+    config = _config(overrides) | ({"promote": True} if promote else {})
+    record = run_job(client, JobSpec(kind="align", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        display.alignment(record.result)
+
+
+@app.command()
 def evaluate(
     model: str | None = None,
     baseline: Annotated[str | None, typer.Option(help="A second model beside it, such as SASRec")] = None,
@@ -293,10 +324,10 @@ def evaluate(
 
 
 def _latest_generator(client: Client) -> str:
-    for raw in client.get("/v1/jobs", kind="train", state="succeeded", limit=1000):
-        record = JobRecord.model_validate(raw)
-        if "model" in record.artifacts and not record.spec.recipe.startswith(_NO_GENERATORS):
-            return record.artifacts["model"]
+    records = [JobRecord.model_validate(raw) for kind in ("train", "align") for raw in client.get("/v1/jobs", kind=kind, state="succeeded", limit=1000)]
+    made = [record for record in records if "model" in record.artifacts and not record.spec.recipe.startswith(_NO_GENERATORS)]
+    if made:
+        return max(made, key=lambda record: record.created).artifacts["model"]
     raise SemantideError("no generator yet: run `semantide train` first, or name one with --model")
 
 

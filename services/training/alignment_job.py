@@ -114,10 +114,12 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     before = _kept(job, "before", final)
     state = aligner.run()
     after = final().figures if state.best_step else before
-    result = _result(config, state, before, after, reward)
+    result = _result(config, state, before, after)
+    # How much the room took off this run is no part of what came out: a run that was cut off makes the same model.
+    told = {**result, "scored_by_room": reward.from_room, "scored_here": reward.scored_here}
     if not state.best_step:
         job.discard(job.workdir / "checkpoints")
-        return JobOutcome({"model": inputs["model"]}, result)
+        return JobOutcome({"model": inputs["model"]}, told)
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
     world.generator.save_pretrained(folder)
@@ -137,7 +139,7 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=promote and not state.stopped))
     for name in ("checkpoints", "model"):
         job.discard(job.workdir / name)
-    return JobOutcome({"model": ref}, result)
+    return JobOutcome({"model": ref}, told)
 
 
 def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: dict[str, str]) -> _World:
@@ -243,7 +245,7 @@ def _kept(job: JobContext, name: str, test: Callable[[], HeldOut]) -> dict[str, 
     return figures
 
 
-def _result(config: AlignConfig, state: AlignState, before: dict[str, float], after: dict[str, float], reward: QueuedScorer) -> dict[str, Any]:
+def _result(config: AlignConfig, state: AlignState, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     return {
         "steps": state.step,
         "kept_step": state.best_step,
@@ -255,6 +257,4 @@ def _result(config: AlignConfig, state: AlignState, before: dict[str, float], af
         "skipped_groups": state.skipped,
         "exclude_seen": config.exclude_seen,
         "beam_width": config.beam_width,
-        "scored_by_room": reward.from_room,
-        "scored_here": reward.scored_here,
     }

@@ -48,7 +48,7 @@ Logits = Callable[[list[IntArray]], torch.Tensor]
 _SHAPE = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 128}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ml-100k": {
-        "tokenizer": TokenizerConfig(level_sizes=(32, 32), content_weight=0.0, window=5),
+        "tokenizer": TokenizerConfig(level_sizes=(64, 64), content_weight=0.0, window=5),
         "generator": {
             "generator": {**_SHAPE, "seen_bias": True, "dropout": 0.2, "embedding_dropout": 0.1}, "max_items": 50, "crop": "cover", "items_per_batch": 1024, "learning_rate": 3e-3,
             "warmup_steps": 50, "epochs": 40, "patience": 4, "evaluate_every": 2, "valid_users": 0, "valid_beam_width": 50,
