@@ -36,8 +36,8 @@ class Contract(BaseModel):
 class Interaction(Contract):
     """One thing a user did with one item.
 
-    ``signals`` are what else was done at once; ``position`` counts the places of a page from 0; ``propensity`` is the probability with which the item was shown
-    there. Units: ``time`` is milliseconds since 1970-01-01 UTC.
+    ``signals`` are what else was done at once; ``tab`` is the screen or placement where the item was shown, ``position`` its place on the page from 0, and
+    ``propensity`` the probability with which it was shown there. Units: ``time`` is milliseconds since 1970-01-01 UTC.
     """
 
     user: Identifier
@@ -47,6 +47,7 @@ class Interaction(Contract):
     page: Identifier | None = None
     value: float | None = None
     event_id: Identifier | None = None
+    tab: Identifier | None = None
     position: int | None = Field(default=None, ge=0, lt=2**31)
     propensity: float | None = Field(default=None, gt=0, le=1)
     signals: tuple[Identifier, ...] = Field(default=(), max_length=64)

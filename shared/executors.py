@@ -160,7 +160,8 @@ def perform(step: Step, part: int, folder: Path) -> None:
 
 def read(pieces: Sequence[Piece]) -> pa.Table:
     """The rows of all pieces, one after another."""
-    return pa.concat_tables([_read(piece) for piece in pieces])
+    # What was written before a column was known has nulls in it.
+    return pa.concat_tables([_read(piece) for piece in pieces], promote_options="default")
 
 
 def _read(piece: Piece) -> pa.Table:

@@ -169,6 +169,46 @@ def _floats(column: pa.ChunkedArray | pa.Array) -> tuple[pa.Array, Mask]:
     return pa.array(numbers, mask=np.isnan(numbers) | infinite), wrong | infinite
 
 
+def _numbers(table: pa.Table, name: str) -> tuple[pa.Array, Mask]:
+    """A column of numbers, null where the file has none."""
+    if name not in table.column_names:
+        return pa.nulls(table.num_rows, pa.float64()), np.zeros(table.num_rows, dtype=np.bool_)
+    return _floats(table[name])
+
+
+def _places(table: pa.Table) -> tuple[pa.Array, Mask]:
+    """The column of positions, null where it is empty or wrong."""
+    places, wrong = _numbers(table, "position")
+    values = np.asarray(places.to_numpy(zero_copy_only=False), dtype=np.float64)
+    absent = np.isnan(values)
+    wrong = wrong | (~absent & ((values < 0) | (values >= 2**31) | (values != np.floor(values))))
+    return pa.array(np.where(absent | wrong, 0, values).astype(np.int32), mask=absent | wrong), wrong
+
+
+def _signals(table: pa.Table, rules: Rules) -> tuple[pa.Array, Mask]:
+    """What else was done, as lists: of lists, or of texts with blanks, commas or bars between the words; and where a word is no known action."""
+    count = table.num_rows
+    if "signals" not in table.column_names or not count:
+        return pa.nulls(count, pa.list_(pa.string())), np.zeros(count, dtype=np.bool_)
+    column = _flat(table["signals"])
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        try:
+            lists = column.cast(pa.list_(pa.string()))
+        except pa.ArrowInvalid:
+            return pa.nulls(count, pa.list_(pa.string())), np.asarray(pc.is_valid(column).to_numpy(zero_copy_only=False), dtype=np.bool_)
+        odd = np.zeros(count, dtype=np.bool_)
+    else:
+        words, odd = texts(column)
+        words = pc.utf8_trim(words, " ,|;[]\"'")
+        lists = pc.split_pattern_regex(pc.if_else(pc.equal(words, ""), pa.scalar(None, pa.string()), words), "[\\s,|;\"']+")
+    known = pc.is_in(pc.list_flatten(lists), value_set=pa.array(list(rules.actions), pa.string()))
+    unknown = pc.list_parent_indices(lists).filter(pc.invert(known)).to_numpy()
+    wrong = odd.copy()
+    wrong[unknown] = True
+    empty = pc.equal(pc.list_value_length(lists), 0)
+    return pc.if_else(pc.or_kleene(pa.array(wrong), pc.fill_null(empty, True)), pa.scalar(None, pa.list_(pa.string())), lists), wrong
+
+
 def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] | npt.NDArray[np.int64], *, time_unit: str = "ms") -> Checked:
     """Check columns named as ours but of any type; ``rows`` numbers them for the rejections. Absent columns count as empty."""
     count = table.num_rows
@@ -182,7 +222,7 @@ def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] |
     def always(reason: str, remedy: str) -> Callable[[int], tuple[str, str]]:
         return lambda _: (reason, remedy)
 
-    for name in ("user", "item", "page", "event_id", "action"):
+    for name in ("user", "item", "page", "event_id", "action", "tab"):
         if name not in table.column_names:
             columns[name] = pa.nulls(count, pa.string())
             wrong = np.zeros(count, dtype=np.bool_)
@@ -223,6 +263,21 @@ def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] |
     else:
         values = pa.nulls(count, pa.float64())
 
+    positions, wrong = _places(table)
+    problems.mark(
+        wrong, "position", raw("position"), always("position is not a whole number from 0 on", "count the places of a page from 0, or leave it empty")
+    )
+    propensities, wrong = _numbers(table, "propensity")
+    shares = np.asarray(propensities.to_numpy(zero_copy_only=False), dtype=np.float64)
+    wrong = wrong | (shares <= 0) | (shares > 1)
+    problems.mark(
+        wrong, "propensity", raw("propensity"), always("propensity is no probability above 0", "send a number above 0 and at most 1, or leave it empty")
+    )
+    signals, wrong = _signals(table, rules)
+    problems.mark(
+        wrong, "signals", raw("signals"), always("signals are not known actions", f"use some of {known}, separated by blanks where the file has no lists")
+    )
+
     checked = pa.table(
         {
             "user": columns["user"],
@@ -232,6 +287,10 @@ def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] |
             "page": columns["page"],
             "value": values,
             "event_id": columns["event_id"],
+            "tab": columns["tab"],
+            "position": positions,
+            "propensity": propensities,
+            "signals": signals,
         }
     )
     if problems.bad.any():

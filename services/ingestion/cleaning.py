@@ -45,7 +45,7 @@ class Cleaned:
 
 
 def clean(events: pl.DataFrame, deleted: pl.Series, signals: Signals, config: CleaningConfig) -> Cleaned:
-    """Clean a log with the columns user, item, time, action, page, event, but for what is too thin and what is too old.
+    """Clean a log with the columns user, item, time, action, event and perhaps others, but for what is too thin and what is too old.
 
     ``action`` is a number of ``signals``, -1 for one that is not configured; ``event`` is not needed any more in what comes out.
     """
@@ -60,7 +60,7 @@ def clean(events: pl.DataFrame, deleted: pl.Series, signals: Signals, config: Cl
     frame = kept(frame, "action is no longer configured", pl.col("action") >= 0)
     frame = frame.drop("event")[_order(frame)]
     likes = signals.intensity(frame["action"].to_numpy()) >= config.positive_intensity
-    positives = frame.drop("page").filter(pl.Series(likes))
+    positives = frame.select("user", "item", "time", "action").filter(pl.Series(likes))
     before = positives.height
     if config.deduplicate == "consecutive":
         positives = _folded(positives, signals)

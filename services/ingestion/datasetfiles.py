@@ -5,6 +5,7 @@ The same events and items give the same bytes, whatever segments, files, parts o
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -113,9 +114,9 @@ def write_dataset(
     part_rows: int = PART_ROWS,
     tick: Tick = lambda done, total, name: None,
 ) -> dict[str, Any]:
-    """Write the four files and return the header.
+    """Write the five files and return the header.
 
-    ``sources`` are files with the columns user, item, time, action, page, event, in groups that are read together; ``items`` has the columns of an
+    ``sources`` are segments of the log, in groups that are read together; ``items`` has the columns of an
     ``items`` artifact. What is under way is kept below ``workdir``, so that a second call goes on where the first was broken off; a part has about
     ``part_rows`` events, and never less than one user.
     Raises: BadData where no positive event is left.
@@ -147,7 +148,7 @@ def write_dataset(
     finished = run(
         "finish",
         finish,
-        [{**cleaned.pieces(part, "events", "users"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
+        [{**cleaned.pieces(part, "events", "users", "tabs"), **positives.pieces(part, "positives"), "rows": rows} for part in range(cleaned.num_parts)],
         splitting=splitting,
         session_gap_seconds=config.session_gap_seconds,
         signals=signals,
@@ -164,6 +165,9 @@ def write_dataset(
     _write([_item_table(names, trained, alive)], folder / "items.parquet")
     firsts = np.concatenate([[0], np.cumsum(figures["users"])])
     _write((_numbered(table, int(first)) for table, first in zip(finished.tables("pages"), firsts, strict=False)), folder / "pages.parquet")
+    pages_before = itertools.accumulate((int(table["page"][-1].as_py()) + 1 if table.num_rows else 0 for table in finished.tables("feedback")), initial=0)
+    shown = zip(finished.tables("feedback"), firsts, pages_before, strict=False)
+    _write((_numbered(table, int(first), page) for table, first, page in shown), folder / "feedback.parquet")
     totals = {name: max(values) if name == "longest_history" else sum(values) for name, values in figures.items()}
     header = {
         "config": {**asdict(config), "actions": dict(sorted(actions.items()))},
@@ -268,8 +272,12 @@ def _time_of_rank(run: Steps, positives: Outcome, rank: int) -> int:
         width //= BUCKETS
 
 
-def _numbered(pages: pa.Table, first: int) -> pa.Table:
-    return pages.set_column(0, "user", pa.array(pages["user"].to_numpy() + first, pa.int32()))
+def _numbered(table: pa.Table, first_user: int, first_page: int = 0) -> pa.Table:
+    """Users counted on from an earlier part, but for those without a row; and pages, where they have numbers."""
+    users = table["user"].to_numpy()
+    table = table.set_column(0, "user", pa.array(np.where(users >= 0, users + first_user, -1), pa.int32()))
+    place = table.schema.get_field_index("page")
+    return table if place < 0 else table.set_column(place, "page", pa.array(table["page"].to_numpy() + first_page, pa.int64()))
 
 
 def _item_table(names: pa.Array, counts: np.ndarray[Any, np.dtype[np.int64]], alive: pa.Table) -> pa.Table:

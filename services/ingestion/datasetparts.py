@@ -16,15 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from semantide.services.ingestion.cleaning import CleaningConfig, clean, latest, thinned
-from semantide.services.ingestion.pages import Shown, pages
+from semantide.services.ingestion.eventlog import SEGMENT_SCHEMA
+from semantide.services.ingestion.exposures import Told, exposures
+from semantide.services.ingestion.pages import Shown, page_numbers, pages
+from semantide.services.ingestion.schema import completed
 from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, split
 from semantide.shared.executors import Output
 
-COLUMNS = ("user", "item", "time", "action", "page", "event")
+COLUMNS = ("user", "item", "time", "action", "page", "event", "value", "tab", "position", "propensity", "signals")
 SAMPLED_USERS = 20_000
 BUCKETS = 1 << 16
-FIGURES = ("users", "events", "train_events", "valid_events", "test_events", "pages", "longest_history")
+FIGURES = ("users", "events", "train_events", "valid_events", "test_events", "pages", "exposures", "longest_history")
+LOGGED = pa.schema([SEGMENT_SCHEMA.field(name) for name in COLUMNS])
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -47,15 +51,22 @@ def bounds(surveys: Sequence[pa.Table], num_parts: int) -> list[str]:
 
 def scatter(events: pa.Table, names: pa.Table, bounds: Sequence[str], signals: Signals) -> dict[str, Output]:
     """The events by part, one record batch for each; ``names`` are all items in order."""
+    events = completed(events, LOGGED)
     item = pc.index_in(events["item"], value_set=names["item"].combine_chunks().cast(events["item"].type))
+    action = signals.numbers(events["action"])
     numbered = pa.table(
         {
             "user": events["user"],
             "item": item.cast(pa.int32()),
             "time": events["time"],
-            "action": signals.numbers(events["action"]),
+            "action": action,
             "page": events["page"],
             "event": events["event"],
+            "value": _filled(events["value"], np.nan, pa.float32()),
+            "tab": events["tab"],
+            "position": _filled(events["position"], -1, pa.int32()),
+            "propensity": _filled(events["propensity"], np.nan, pa.float32()),
+            "signals": signals.sets(action, events["signals"]),
         }
     )
     users = events["user"].combine_chunks().dictionary_encode()
@@ -75,11 +86,17 @@ def clean_part(events: pa.Table, deleted: pa.Table, signals: Signals, config: Cl
     number[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
     user = number[users.indices.to_numpy()]
     page = events["page"].combine_chunks().dictionary_encode().indices.fill_null(-1).cast(pa.int32())
-    frame = _frame(events.drop_columns(["user", "page"])).with_columns(user=pl.Series(user), page=pl.Series(page.to_numpy()))
+    tab = events["tab"].combine_chunks().dictionary_encode()
+    tab_order = pc.array_sort_indices(tab.dictionary)
+    tab_number = np.full(len(tab_order) + 1, -1, np.int32)
+    tab_number[tab_order.to_numpy()] = np.arange(len(tab_order), dtype=np.int32)
+    tabs = tab_number[tab.indices.fill_null(-1).to_numpy()]
+    frame = _frame(events.drop_columns(["user", "page", "tab"])).with_columns(user=pl.Series(user), page=pl.Series(page.to_numpy()), tab=pl.Series(tabs))
     cleaned = clean(frame, _frame(deleted)["item"], signals, config)
     return {
         "events": _table(cleaned.events),
         "users": pa.table({"user": users.dictionary.take(order).cast(pa.string())}),
+        "tabs": pa.table({"tab": tab.dictionary.take(tab_order).cast(pa.string())}),
         **_positives(cleaned.positives, cleaned.dropped),
     }
 
@@ -104,9 +121,9 @@ def times_of(positives: pa.Table, low: int, width: int) -> dict[str, Output]:
 
 
 def finish(
-    events: pa.Table, positives: pa.Table, users: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int, signals: Signals
+    events: pa.Table, positives: pa.Table, users: pa.Table, tabs: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int, signals: Signals
 ) -> dict[str, Output]:
-    """Histories, pages and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none."""
+    """Histories, pages, exposures and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none."""
     row_of = rows["row"].to_numpy()
     number, times = positives["user"].to_numpy(), positives["time"].to_numpy()
     item_rows = row_of[positives["item"].to_numpy()]
@@ -126,14 +143,20 @@ def finish(
     row_of_user[present] = np.arange(len(present), dtype=np.int32)
     seen_user, seen_row = row_of_user[events["user"].to_numpy()], row_of[events["item"].to_numpy()]
     seen = (seen_user >= 0) & (seen_row >= 0)
-    time, action, page = (events[name].to_numpy()[seen] for name in ("time", "action", "page"))
-    shown = pages(
-        Shown(seen_user[seen], seen_row[seen], time, action, page), time_at(parts.train_end), time_at(parts.valid_end), signals,
-        session_gap_ms=session_gap_seconds * 1000,
-    )  # fmt: skip
+    gap_ms = session_gap_seconds * 1000
+    named = (events[name].to_numpy() for name in ("time", "action", "page", "tab"))
+    time, action, page, tab = (column[seen] for column in named)
+    valid_time, test_time = time_at(parts.train_end), time_at(parts.valid_end)
+    shown = pages(Shown(seen_user[seen], seen_row[seen], time, action, page, tab), valid_time, test_time, signals, session_gap_ms=gap_ms)
+    # Those who never liked anything have no row among the users, and what they were shown tells as much as what others were.
+    ends = np.full((2, users.num_rows), _NEVER)
+    if splitting.split == "temporal":
+        ends[:] = [[splitting.valid_time], [splitting.test_time]]
+    ends[:, present] = valid_time, test_time
+    feedback = _feedback(events, tabs, seen_row, row_of_user, ends, signals, gap_ms)
     figures = (
         len(present), len(item_rows), int(parts.train_end.sum()), int((parts.valid_end - parts.train_end).sum()), int((lengths - parts.valid_end).sum()),
-        len(shown.user), int(lengths.max(initial=0)),
+        len(shown.user), feedback.num_rows, int(lengths.max(initial=0)),
     )  # fmt: skip
     return {
         "users": pa.table(
@@ -154,9 +177,46 @@ def finish(
                 "actions": _lists(shown.offsets, signals.words(shown.actions)),
             }
         ),
+        "feedback": feedback,
         "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),
     }
+
+
+def _feedback(
+    events: pa.Table,
+    tabs: pa.Table,
+    seen_row: npt.NDArray[np.int32],
+    row_of_user: npt.NDArray[np.int32],
+    ends: npt.NDArray[np.int64],
+    signals: Signals,
+    session_gap_ms: int,
+) -> pa.Table:
+    """Every exposure of an item that has a row; ``ends`` are the times of each user's first validation and test event."""
+    known = seen_row >= 0
+    user, time, action, page, tab = (events[name].to_numpy()[known] for name in ("user", "time", "action", "page", "tab"))
+    shown = Shown(user, seen_row[known], time, action, page, tab)
+    told = Told(shown.item, time, *(events[name].to_numpy()[known] for name in ("position", "propensity", "value", "signals")))
+    found = exposures(told, page_numbers(shown, ends[0], ends[1], session_gap_ms) if len(user) else np.zeros(0, np.int64))
+    user, time, tab = user[found.first], time[found.first], tab[found.first]
+    return pa.table(
+        {
+            "user": row_of_user[user],
+            "item": shown.item[found.first],
+            "time": time,
+            "page": found.page,
+            "tab": pa.DictionaryArray.from_arrays(pa.array(tab, mask=tab < 0), tabs["tab"].combine_chunks()).cast(pa.string()),
+            "position": pa.array(found.position, mask=found.position < 0),
+            "signals": signals.words_of_sets(found.signals),
+            "value": pa.array(found.value, from_pandas=True),
+            "propensity": pa.array(found.propensity, from_pandas=True),
+            "part": ((time >= ends[0][user]).astype(np.int8) + (time >= ends[1][user])).astype(np.int8),
+        }
+    )
+
+
+def _filled(column: pa.ChunkedArray, nothing: float, kind: pa.DataType) -> pa.ChunkedArray:
+    return column.cast(kind, safe=False).fill_null(pa.scalar(nothing, kind))
 
 
 def _positives(positives: pl.DataFrame, dropped: Mapping[str, int]) -> dict[str, Output]:

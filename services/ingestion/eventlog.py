@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from semantide.services.ingestion.identity import HASH_BYTES, event_hashes
 from semantide.services.ingestion.manifest import Manifest
-from semantide.services.ingestion.schema import INTERACTION_SCHEMA
+from semantide.services.ingestion.schema import INTERACTION_SCHEMA, completed
 
 # SQLite takes at least 999 parameters a statement.
 _KEYS_PER_QUERY = 900
@@ -42,7 +42,14 @@ def write_durably(table: pa.Table, path: Path) -> None:
     """Write a Parquet file so that it survives a power cut; an interrupted one is removed."""
     try:
         with path.open("xb") as stream:
-            pq.write_table(table, stream, compression="zstd", compression_level=1, use_dictionary=["user", "item", "action", "page"], write_statistics=True)
+            pq.write_table(
+                table,
+                stream,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=["user", "item", "action", "page", "tab", "signals.list.element"],
+                write_statistics=True,
+            )
             stream.flush()
             os.fsync(stream.fileno())
         folder = os.open(path.parent, os.O_RDONLY)
@@ -56,9 +63,10 @@ def write_durably(table: pa.Table, path: Path) -> None:
 
 
 def read_segment(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one segment."""
+    """The rows of one segment; columns that it was written without are null."""
+    schema = SEGMENT_SCHEMA if columns is None else pa.schema([SEGMENT_SCHEMA.field(name) for name in columns])
     with pq.ParquetFile(path) as file:
-        return file.read(columns=None if columns is None else list(columns))
+        return completed(file.read(columns=schema.names), schema)
 
 
 class EventLog:

@@ -173,7 +173,7 @@ def _merge_histories(job: JobContext, segments: list[Segment]) -> None:
     for partition in range(partitions):
         job.progress(partition, partitions, "parts", "online histories")
         frame = (
-            pl.scan_parquet(paths)
+            pl.scan_parquet(paths, missing_columns="insert", extra_columns="ignore")
             .select("user", "item", "time", "action")
             .filter(pl.col("action").is_in(told) & (pl.col("user").hash(seed=0) % partitions == partition))
             .sort("user", "time")

@@ -1,6 +1,7 @@
 """Sessions and pages: what a user saw together.
 
-A page is what the sender called one (page id), else a session: events of one user with no longer silence between them than the gap.
+A page is what the sender called one (page id), else what a session showed on one tab; a session are events of one user with no longer silence between them
+than the gap.
 A page never reaches over the ends of the user's training or validation part: it is cut there, so its time tells its part.
 Legend: E events, S items shown on pages, P pages, U users.
 """
@@ -21,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 class Shown:
     """Events in order of user, time, event.
 
-    Shapes: all [E]. ``page`` numbers page ids, -1 where there is none.
+    Shapes: all [E]. ``page`` and ``tab`` number page ids and tabs, -1 where there is none.
     """
 
     user: npt.NDArray[np.int32]
@@ -29,6 +30,7 @@ class Shown:
     time: IntArray
     action: Numbers
     page: npt.NDArray[np.int32]
+    tab: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Sig
     """
     if not len(events.user):
         return Pages(events.user, events.time, np.zeros(1, np.int32), events.item, events.action)
-    page = _page_numbers(events, valid_time, test_time, session_gap_ms)
+    page = page_numbers(events, valid_time, test_time, session_gap_ms)
     key = page * (int(events.item.max()) + 1) + events.item
     order = np.argsort(key)  # each page's items together
     starts = np.flatnonzero(np.append(True, key[order[1:]] != key[order[:-1]]))
@@ -67,16 +69,16 @@ def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Sig
     return Pages(events.user[first], events.time[first], offsets, events.item[place[by_place]], strongest[by_place])
 
 
-def _page_numbers(events: Shown, valid_time: IntArray, test_time: IntArray, session_gap_ms: int) -> IntArray:
-    """A number for each page [E]."""
+def page_numbers(events: Shown, valid_time: IntArray, test_time: IntArray, session_gap_ms: int) -> IntArray:
+    """A number for each event's page [E]; see ``pages``."""
     user, time = events.user, events.time
     part = (time >= valid_time[user]).astype(np.int8) + (time >= test_time[user])
     new_user = user[1:] != user[:-1]
     turns = new_user | (time[1:] - time[:-1] > session_gap_ms) | (part[1:] != part[:-1])
-    session = np.cumsum(np.append(0, turns))
+    session: IntArray = np.cumsum(np.append(0, turns), dtype=np.int64) * (int(events.tab.max()) + 2) + events.tab + 1
     named = events.page >= 0
     if not named.any():
         return session
     keys = (user[named].astype(np.int64) * 3 + part[named]) * (int(events.page.max()) + 1) + events.page[named]
-    session[named] = int(session[-1]) + 1 + np.unique(keys, return_inverse=True)[1]
+    session[named] = int(session.max()) + 1 + np.unique(keys, return_inverse=True)[1]
     return session

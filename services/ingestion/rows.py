@@ -28,6 +28,14 @@ _REMEDIES = {
     "int_from_float": "send whole milliseconds since 1970-01-01 UTC",
     "int_parsing_size": "send whole milliseconds since 1970-01-01 UTC",
     "model_type": "send an object for each row",
+    "greater_than": "send a number above 0",
+    "greater_than_equal": "send a number from 0 on",
+    "less_than": "send a smaller number",
+    "less_than_equal": "send a number of at most 1",
+    "too_long": "send fewer entries",
+    "tuple_type": "send a list",
+    "float_parsing": "send a number, or leave the field out",
+    "float_type": "send a number, or leave the field out",
     "finite_number": "send a finite number, or leave the field out",
 }
 
@@ -56,6 +64,10 @@ def _interaction_problem(row: int, event: Interaction, rules: Rules) -> Rejectio
     if event.action not in rules.actions:
         known = ", ".join(sorted(rules.actions))
         return Rejection(row, "action", shown(event.action), "unknown action", f"send one of {known}, or add it with its intensity to SEMANTIDE_ACTIONS")
+    unknown = next((signal for signal in event.signals if signal not in rules.actions), None)
+    if unknown is not None:
+        known = ", ".join(sorted(rules.actions))
+        return Rejection(row, "signals", shown(unknown), "unknown action", f"send some of {known}, or add it with its intensity to SEMANTIDE_ACTIONS")
     problem = time_problem(event.time, rules)
     if problem is not None:
         return Rejection(row, "time", str(event.time), *problem)
@@ -66,7 +78,7 @@ def _interaction_problem(row: int, event: Interaction, rules: Rules) -> Rejectio
 
 def check_interactions(raws: Sequence[Any], rules: Rules) -> tuple[list[Interaction], list[Rejection]]:
     """The good rows in their order, and why the others are refused."""
-    numbers = ("user", "item", "page", "event_id")
+    numbers = ("user", "item", "page", "event_id", "tab")
     raws = [_stringified(raw, numbers) for raw in raws]
     good: list[Interaction] = []
     bad: list[Rejection] = []
@@ -94,7 +106,8 @@ def check_interactions(raws: Sequence[Any], rules: Rules) -> tuple[list[Interact
 
 def interaction_table(events: Sequence[Interaction]) -> pa.Table:
     """Interactions as Arrow columns."""
-    return pa.table({name: [getattr(event, name) for event in events] for name in INTERACTION_SCHEMA.names}, schema=INTERACTION_SCHEMA)
+    columns = {name: [getattr(event, name) for event in events] for name in INTERACTION_SCHEMA.names}
+    return pa.table({**columns, "signals": [list(event.signals) or None for event in events]}, schema=INTERACTION_SCHEMA)
 
 
 def _item_problem(row: int, item: Item, rules: Rules) -> Rejection | None:

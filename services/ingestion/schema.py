@@ -23,6 +23,10 @@ INTERACTION_SCHEMA = pa.schema(
         pa.field("page", pa.string()),
         pa.field("value", pa.float64()),
         pa.field("event_id", pa.string()),
+        pa.field("tab", pa.string()),
+        pa.field("position", pa.int32()),
+        pa.field("propensity", pa.float64()),
+        pa.field("signals", pa.list_(pa.string())),
     ]
 )
 
@@ -41,6 +45,18 @@ ITEM_SCHEMA = pa.schema(
 )
 
 SCHEMAS: dict[Kind, pa.Schema] = {"interactions": INTERACTION_SCHEMA, "items": ITEM_SCHEMA}
+
+
+def completed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table in a schema of ours; what an earlier version did not know is null.
+
+    Raises: ValueError for a column that is of another type, or needed and absent.
+    """
+    columns = [table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(table.num_rows, field.type) for field in schema]
+    absent = [field.name for field in schema if not field.nullable and field.name not in table.column_names]
+    if absent:
+        raise ValueError(f"columns {', '.join(absent)} are missing")
+    return pa.table(columns, schema=schema)
 
 
 @dataclass(frozen=True)

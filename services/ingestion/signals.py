@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 Numbers = npt.NDArray[np.int16]
+Masks = npt.NDArray[np.int64]
+MOST_ACTIONS = 62  # whose sets fit into the bits of a whole number
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,13 @@ class Signals:
 
     @classmethod
     def of(cls, actions: Mapping[str, float]) -> Signals:
-        """The actions of a deployment."""
+        """The actions of a deployment.
+
+        Raises: ValueError for more than a set of them can hold.
+        """
         names = tuple(sorted(actions))
+        if len(names) > MOST_ACTIONS:
+            raise ValueError(f"{len(names)} actions are configured: at most {MOST_ACTIONS} are possible, give fewer in SEMANTIDE_ACTIONS")
         return cls(names, tuple(float(actions[name]) for name in names))
 
     def numbers(self, words: pa.ChunkedArray) -> Numbers:
@@ -51,3 +58,22 @@ class Signals:
         force = np.empty_like(by_force)
         force[by_force] = np.arange(len(by_force), dtype=np.int16)
         return by_force[np.maximum.reduceat(force[numbers], starts)]
+
+    def sets(self, numbers: Numbers, lists: pa.ChunkedArray) -> Masks:
+        """What was done at once, as sets of actions: bit i stands for action i. The action itself and what is in the list, where it is configured."""
+        sets = np.where(numbers >= 0, np.int64(1) << numbers.clip(0).astype(np.int64), 0)
+        lists = lists.combine_chunks()
+        words = lists.flatten()
+        if len(words):
+            found, events = self.numbers(words), pc.list_parent_indices(lists).to_numpy()
+            known = found >= 0
+            np.bitwise_or.at(sets, events[known], np.int64(1) << found[known].astype(np.int64))
+        return sets
+
+    def words_of_sets(self, sets: Masks) -> pa.Array:
+        """The actions of each set as lists of words, in the order of their names; those of intensity 0, which only say that an item was shown, are left out."""
+        bits = [number for number, intensity in enumerate(self.intensities) if intensity != 0]
+        has = (sets[:, None] >> np.array(bits, dtype=np.int64)) & 1 == 1
+        offsets = np.append(0, np.cumsum(has.sum(1))).astype(np.int32)
+        numbers = np.array(bits, dtype=np.int16)[np.nonzero(has)[1]]
+        return pa.ListArray.from_arrays(pa.array(offsets), self.words(numbers))

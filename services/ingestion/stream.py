@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from semantide.services.ingestion.schema import SCHEMAS, Kind
+from semantide.services.ingestion.schema import SCHEMAS, Kind, completed
 from semantide.shared.errors import Corrupt
 from semantide.shared.telemetry import current_trace
 
@@ -53,6 +53,6 @@ def decode(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Entry:
     try:
         with pa.ipc.open_stream(fields[b"data"]) as reader:
             table = reader.read_all()
-        return Entry(entry_id.decode(), kind, table.cast(SCHEMAS[kind]), fields.get(b"trace", b"").decode("latin-1"))  # type: ignore[index,arg-type]
+        return Entry(entry_id.decode(), kind, completed(table, SCHEMAS[kind]), fields.get(b"trace", b"").decode("latin-1"))  # type: ignore[index,arg-type]
     except (KeyError, pa.ArrowInvalid, ValueError, OSError) as error:
         raise Corrupt(f"stream entry {entry_id.decode()} cannot be read ({error}): it was parked in {PARKED}") from error

@@ -29,7 +29,7 @@ MINUTE = 60_000
 
 
 def log(rows: list[tuple[Any, ...]]) -> pl.DataFrame:
-    padded = [(*row, *(None,) * (7 - len(row))) for row in rows]
+    padded = [(*row, *(None,) * (len(INTERACTION_SCHEMA) - len(row))) for row in rows]
     table = pa.table({name: [row[index] for row in padded] for index, name in enumerate(INTERACTION_SCHEMA.names)}, schema=INTERACTION_SCHEMA)
     frame = pl.from_arrow(table.append_column("event", pa.array(event_hashes(table), pa.binary())))
     assert isinstance(frame, pl.DataFrame)
@@ -257,3 +257,30 @@ def test_a_broken_off_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert limit > 20
     for path in sorted((tmp_path / "whole").iterdir()):
         assert digest_file(path) == digest_file(tmp_path / "resumed" / path.name), path.name
+
+
+def feedback(folder: Path) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "feedback.parquet").to_pylist()
+
+
+def test_feedback_keeps_exposures_with_everything_that_was_done(tmp_path: Path) -> None:
+    rows = [
+        ("a", "x", 1, "exposure", "p", None, None, "home", 4, 0.5, None),
+        ("a", "y", 2, "exposure", "p", 0.25, None, "home", 0, 0.1, ["click", "like"]),
+        ("a", "x", 2, "order", "p", None, None, None, None, None, None),
+        ("a", "z", 3, "click", None, None, None, "search", None, None, None),
+        ("a", "x", 4, "click"),
+        ("a", "z", 5, "click"),
+        ("b", "y", 7, "hate", "q"),
+    ]
+    made(tmp_path, rows, catalogue({"item": "y"}))
+    found = feedback(tmp_path)
+    assert [(row["user"], row["item"], row["page"], row["tab"], row["position"], row["signals"], row["part"]) for row in found] == [
+        (0, 0, 0, "home", 4, ["order"], 0),
+        (0, 1, 0, "home", 0, ["click", "like"], 0),
+        (0, 2, 1, "search", 0, ["click"], 0),
+        (0, 0, 2, None, 0, ["click"], 1),
+        (0, 2, 3, None, 0, ["click"], 2),
+        (-1, 1, 4, None, 0, ["hate"], 0),
+    ]
+    assert [row["propensity"] for row in found[:3]] == [0.5, pytest.approx(0.1), None] and [row["value"] for row in found[:3]] == [None, 0.25, None]

@@ -18,6 +18,11 @@ NEVER = np.iinfo(np.int64).max
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(-3, 9), st.integers(0, 5), st.integers(-1, 1)), max_size=30)
 
 
+def tab_of(item: int, action: int) -> int:
+    """Where an event happened, -1 for nowhere in particular."""
+    return (3 * item + action) % 3 - 1
+
+
 def strongest(actions: list[int], *, dislike_first: bool) -> int:
     """By intensity, then by name, which is the number."""
     strength = [1000 - one if dislike_first and one < 0 else one for one in SIGNALS.intensities]
@@ -37,11 +42,17 @@ def test_pages_are_those_of_one_event_after_another(rows: list[tuple[int, ...]],
         if user != last[0] or time - last[1] > gap:
             session += 1
         last = (user, time)
-        key = (user, ("page", page) if page >= 0 else ("session", session), (time >= valid[user]) + (time >= test[user]))
+        key = (user, ("page", page) if page >= 0 else ("session", session, tab_of(item, action)), (time >= valid[user]) + (time >= test[user]))
         begins.setdefault(key, time)
         expected.setdefault(key, {}).setdefault(item, []).append(action)
     columns = [np.array([row[column] for row in rows], dtype) for column, dtype in enumerate((np.int32, np.int32, np.int64, np.int16, np.int32))]
-    found = pages(Shown(*columns), np.array(valid), np.array(test), SIGNALS, session_gap_ms=gap)
+    found = pages(
+        Shown(*columns, tab=np.array([tab_of(item, action) for _, item, _, action, _ in rows], np.int32)),
+        np.array(valid),
+        np.array(test),
+        SIGNALS,
+        session_gap_ms=gap,
+    )
     shown = [
         (user, time, list(zip(found.items[begin:end].tolist(), found.actions[begin:end].tolist(), strict=True)))
         for user, time, begin, end in zip(found.user.tolist(), found.time.tolist(), found.offsets[:-1], found.offsets[1:], strict=True)

@@ -34,6 +34,39 @@ def events(path: Path, **options: Any) -> tuple[list[tuple[Any, ...]], list[Reje
     return rows, bad
 
 
+def whole(path: Path) -> pa.Table:
+    found = detect(path, ReadOptions())
+    return pa.concat_tables(check_interaction_table(chunk.records, RULES, chunk.rows, time_unit=found.time_unit).table for chunk in found.read(path, ""))
+
+
+def test_what_an_exposure_says_of_itself(tmp_path: Path) -> None:
+    rows = [
+        {"user": "a", "item": "b", "time": 1649350000000, "tab": "home", "position": 3, "propensity": 0.5, "signals": ["click", "like"]},
+        {"user": "a", "item": "c", "time": 1649350000000, "position": -1},
+        {"user": "a", "item": "d", "time": 1649350000000, "propensity": 0},
+        {"user": "a", "item": "e", "time": 1649350000000, "signals": ["click", "unheard"]},
+        {"user": "a", "item": "f", "time": 1649350000000, "signals": []},
+        {"user": "a", "item": "g", "time": 1649350000000, "position": 1.5},
+    ]
+    lines, texts_, loose = tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "c.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # An odd row makes a block be read record by record.
+    loose.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"user": True, "item": "h", "time": 1649350000000}]))
+    names = ("user", "item", "time", "tab", "position", "propensity", "signals")
+
+    def cell(value: Any) -> str:
+        return "|".join(value) if isinstance(value, list) else str("" if value is None else value)
+
+    texts_.write_text(",".join(names) + "\n" + "".join(",".join(cell(row.get(name)) for name in names) + "\n" for row in rows))
+    for path in (lines, texts_, loose):
+        table, bad = whole(path), events(path)[1]
+        assert table.select(["item", "tab", "position", "propensity", "signals"]).to_pylist() == [
+            {"item": "b", "tab": "home", "position": 3, "propensity": 0.5, "signals": ["click", "like"]},
+            {"item": "f", "tab": None, "position": None, "propensity": None, "signals": None},
+        ], path
+        assert [rejection.field for rejection in bad] == [*(["user"] if path == loose else []), "position", "propensity", "signals", "position"]
+
+
 def items(path: Path) -> tuple[dict[str, Any], list[Rejection]]:
     found = detect(path, ReadOptions())
     assert found.kind == "items"
@@ -101,7 +134,7 @@ def test_amazon_products_of_three_years(tmp_path: Path) -> None:
 KUAIRAND = {
     "user_id": [0, 0, 1], "video_id": [7, 8, 7], "date": [20220408] * 3, "hourmin": [0] * 3, "time_ms": [1649350000000, 1649350000001, 1649350000002],
     "is_click": [1, 0, 1], "is_like": [0, 0, 1], "is_follow": [0] * 3, "is_comment": [0] * 3, "is_forward": [0] * 3, "is_hate": [0, 0, 1], "long_view": [1, 0, 0],
-    "play_time_ms": [500, 0, 10], "duration_ms": [1000, 1000, 0], "tab": [1, 1, 0],
+    "play_time_ms": [500, 0, 10], "duration_ms": [1000, 1000, 0], "tab": [1, 1, 0], "is_rand": [0, 1, 0],
 }  # fmt: skip
 
 
@@ -117,6 +150,9 @@ def test_kuairand(tmp_path: Path, suffix: str) -> None:
         ("0", "8", 1649350000001, "exposure", 0.0, "0/20220408/1"),
         ("1", "7", 1649350000002, "hate", None, "1/20220408/0"),
     ]
+    table = whole(path)
+    assert table["signals"].to_pylist() == [["click", "long_view"], None, ["click", "like", "hate"]] and table["tab"].to_pylist() == ["1", "1", "0"]
+    assert table["propensity"].to_pylist() == [None, 1 / 7583, None]
     videos = tmp_path / "video_features_basic_pure.csv"
     videos.write_text(
         'video_id,author_id,video_type,upload_dt,upload_type,visible_status,video_duration,music_id,tag\n7,12,NORMAL,2022-04-10,ShortImport,0.0,9233.0,5,"12,65"\n'

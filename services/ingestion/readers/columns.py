@@ -18,6 +18,10 @@ _ALIASES: dict[Kind, dict[str, tuple[str, ...]]] = {
         "page": ("page", "pageid", "requestid", "impressionid", "sessionid"),
         "value": ("value", "rating", "score", "overall"),
         "event_id": ("eventid", "uuid"),
+        "tab": ("tab", "placement", "surface"),
+        "position": ("position", "slot"),
+        "propensity": ("propensity",),
+        "signals": ("signals",),
     },
     "items": {
         "id": ("id", *_ITEM_IDS),

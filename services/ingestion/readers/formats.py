@@ -298,7 +298,10 @@ def _json_events(path: Path, start: str, matched: Callable[[Iterable[str]], Mapp
     def usable(table: pa.Table) -> bool:
         # "2024-01-01" as a user id would come back as a timestamp, and an object is no id at all.
         fields = {name: table[column].type for name, column in matched(table.column_names).items() if column in table.column_names}
-        return not any(pa.types.is_nested(kind) or (name != "time" and pa.types.is_temporal(kind)) for name, kind in fields.items())
+        return not any(
+            (pa.types.is_nested(kind) and (name != "signals" or not pa.types.is_list(kind))) or (name != "time" and pa.types.is_temporal(kind))
+            for name, kind in fields.items()
+        )
 
     for chunk in jsonlines.table_chunks(path, start, usable):
         if isinstance(chunk.records, pa.Table):
@@ -311,7 +314,10 @@ def _json_events(path: Path, start: str, matched: Callable[[Iterable[str]], Mapp
 def _scalars(chunk: Chunk, matched: Mapping[str, str]) -> Chunk:
     """The records whose fields are texts and numbers, as columns of text; rejections for the others."""
     records, rows, rejections = [], [], list(chunk.rejections)
+    signals = matched.get("signals", "")
     for row, record in zip(chunk.rows.tolist(), chunk.records, strict=True):
+        if isinstance(said := record.get(signals), list):
+            record = {**record, signals: " ".join(str(word) for word in said)}
         wrong = next((name for name, column in matched.items() if isinstance(record.get(column), (dict, list, bool))), None)
         if wrong is None:
             records.append(record)

@@ -1,7 +1,7 @@
 """KuaiRand: the original CSV logs and video features, and the processed Parquet files with the same columns.
 
 Source: Gao et al., KuaiRand: An Unbiased Sequential Recommendation Dataset with Randomly Exposed Videos, CIKM 2022 (https://kuairand.com).
-A row is one exposure with its feedback signals; it becomes one interaction whose action is the strongest signal.
+A row is one exposure with its feedback signals; it becomes one interaction whose action is the strongest signal and whose ``signals`` are all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SIGNALS = (
     ("is_forward", "forward"),
     ("is_hate", "hate"),
 )
-LOG_COLUMNS = ("user_id", "video_id", "date", "tab", "time_ms", *(column for column, _ in SIGNALS), "play_time_ms", "duration_ms")
+LOG_COLUMNS = ("user_id", "video_id", "date", "tab", "time_ms", *(column for column, _ in SIGNALS), "play_time_ms", "duration_ms", "is_rand")
+# Videos of which those of random exposures (is_rand) were drawn, each as likely as the others.
+RANDOM_POOL = 7583
 
 _UPLOADS = {"LongImport": "imported long video", "ShortImport": "imported short video", "ShortCamera": "camera clip", "LongCamera": "long camera clip"}
 
@@ -34,14 +36,25 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(pa.string())
 
 
+def _is_set(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.fill_null(pc.not_equal(pc.if_else(pc.equal(_text(column), ""), "0", _text(column)), "0"), False)
+
+
 def log(table: pa.Table) -> pa.Table:
-    """Exposures as interactions; page = user, date and tab, value = share of the video that was played."""
+    """Exposures as interactions; page = user, date and tab, value = share of the video that was played, propensity where the video was drawn at random."""
     action = pa.chunked_array([pa.array(["exposure"] * table.num_rows, pa.string())])
+    signals = [pa.chunked_array([pa.array([""] * table.num_rows, pa.string())])]
     for column, name in SIGNALS:
         if column in table.column_names:
-            is_set = pc.fill_null(pc.not_equal(pc.if_else(pc.equal(_text(table[column]), ""), "0", _text(table[column])), "0"), False)
+            is_set = _is_set(table[column])
             action = pc.if_else(is_set, name, action)
-    columns = {"user": table["user_id"], "item": table["video_id"], "time": table["time_ms"], "action": action}
+            signals.append(pc.if_else(is_set, name, ""))
+    said = pc.binary_join_element_wise(*signals, " ")
+    columns = {"user": table["user_id"], "item": table["video_id"], "time": table["time_ms"], "action": action, "signals": said}
+    if "tab" in table.column_names:
+        columns["tab"] = table["tab"]
+    if "is_rand" in table.column_names:
+        columns["propensity"] = pc.if_else(_is_set(table["is_rand"]), pa.scalar(1 / RANDOM_POOL), pa.scalar(None, pa.float64()))
     if {"date", "tab"} <= set(table.column_names):
         columns["page"] = pc.binary_join_element_wise(_text(table["user_id"]), _text(table["date"]), _text(table["tab"]), "/")
     if {"play_time_ms", "duration_ms"} <= set(table.column_names):

@@ -1,0 +1,190 @@
+"""From a data set to a reward model: spaces, examples, network, calibration, preference, gate, and the report of what it is worth.
+
+Legend: X exposures, S signals, N items, F features of relevance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, Examples, examples, totals
+from semantide.services.reward.fitting import fit, logits_of
+from semantide.services.reward.item_spaces import item_spaces
+from semantide.services.reward.recipes import RewardTraining
+from semantide.shared.dataset import Dataset
+from semantide.shared.errors import BadData
+from semantide.shared.event_actions import EventActions
+from semantide.shared.feedback import Feedback
+from semantide.shared.models.calibration import Calibration, area_under_curve, calibration_error, fit_calibration, log_loss, reliability
+from semantide.shared.models.interest_search import FloatArray, IntArray, search
+from semantide.shared.models.preference import ItemSpaces, PreferenceModel, combined
+from semantide.shared.models.relevance_gate import RelevanceGate, relevance_features
+from semantide.shared.models.reward import RewardConfig, RewardNetwork
+
+_GATE_PAIRS = 20_000
+_SPREAD = 1e-6
+Tick = Callable[[str, float], None]
+
+
+def build(
+    dataset: Dataset,
+    feedback: Feedback,
+    events: EventActions,
+    config: RewardTraining,
+    preference: Mapping[str, float],
+    seed: int,
+    workdir: Path,
+    *,
+    backbone_NB: FloatArray | None = None,
+    device: torch.device | None = None,
+    tick: Tick = lambda stage, share: None,
+    metric: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+) -> PreferenceModel:
+    """Train a reward model; ``preference`` are the weights of signals that the deployment has, where ``config`` has none.
+
+    Raises: BadData where there is no feedback to learn from, or the rewards are all the same; PermanentError when the loss is not a number.
+    """
+    tick("reading feedback", 0.0)
+    found = examples(dataset, feedback, config)
+    tick("spaces of items", 0.02)
+    spaces = item_spaces(dataset, _train_events(dataset, found), config, seed)
+    shape = RewardConfig(
+        num_items=len(dataset.item_ids),
+        signals=found.signals,
+        actions=events.names,
+        tabs=feedback.tab_names,
+        content_size=spaces.content_NC.shape[1],
+        backbone_size=0 if backbone_NB is None else backbone_NB.shape[1],
+        **{name: getattr(config, name) for name in ("hidden_size", "num_heads", "layer_sizes", "num_found", "num_recent", "max_history", "dropout", "id_dropout")},
+    )
+    torch.manual_seed(seed)
+    network = RewardNetwork(shape)
+    # Training begins where nothing is known but how often each signal is given.
+    network.heads.bias.data.copy_(torch.logit(torch.from_numpy(found.usual_S), eps=1e-4))
+    network.content_NC.copy_(torch.from_numpy(spaces.content_NC))
+    if backbone_NB is not None:
+        network.backbone_NB.copy_(torch.from_numpy(backbone_NB))
+    network.to(device or torch.device("cpu"))
+    batches = Batches.of(found, shape, dataset, events, spaces.search_vectors(), config.debias in ("position", "both"))
+
+    def told(done: float, figures: dict[str, float]) -> None:
+        tick("training", 0.05 + 0.8 * done / config.epochs)
+        if figures:
+            metric(round(done), figures)
+
+    progress = fit(network, batches, config, seed, workdir, told)
+    tick("calibrating", 0.87)
+    held_out = found.rows(HELD_OUT)
+    if not len(held_out):
+        raise BadData("no exposures are held out to calibrate with: make the data set with later validation exposures, or raise held_out")
+    logits_XS = logits_of(network, batches, held_out)
+    calibrations = tuple(
+        fit_calibration(logits_XS[:, column], found.labels_XS[held_out, column], config.calibration, weights_X=found.weights_X[held_out], seed=seed)
+        for column in range(len(found.signals))
+    )
+    network.cpu()
+    weights = _weights(config, preference, found.signals)
+    fared_NI, users = totals(found, len(dataset.item_ids), dataset.user_ids)
+    tick("relevance", 0.9)
+    gate, gate_report = _gate(dataset, found, batches, spaces, weights, config, seed)
+    model = PreferenceModel(network, dataset.item_ids, fared_NI, spaces, users, found.usual_S, calibrations, weights, gate, {})
+    tick("report", 0.95)
+    figures = {
+        "exposures": {name: len(found.rows(use)) for name, use in (("train", TRAIN), ("held_out", HELD_OUT), ("test", TEST))},
+        "epochs": progress.epoch,
+        "best_epoch": progress.best_epoch,
+        "curve": progress.curve,
+        "gate": gate_report,
+        "signals": _report(network, batches, found, calibrations, HELD_OUT if not len(found.rows(TEST)) else TEST),
+        "measured_on": "held_out, which it was calibrated on" if not len(found.rows(TEST)) else "test",
+        "debiased": {
+            "propensities": float((~np.isnan(feedback.propensities[found.use_X == TRAIN])).mean()),
+            "places": float((feedback.positions[found.use_X == TRAIN] >= 0).mean()),
+            "tabs": len(feedback.tab_names),
+        },
+    }
+    spread = float(combined(np.stack([each(logits_XS[:, column]) for column, each in enumerate(calibrations)], 1), found.signals, weights).std())
+    if not spread > _SPREAD:
+        raise BadData(f"all rewards are the same (spread {spread:.3g} over {len(held_out)} exposures): nothing was learned, send more feedback or choose other signals")
+    figures["spread"] = spread
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+    return replace(model, header={"config": plain, "metrics": figures})
+
+
+def _train_events(dataset: Dataset, found: Examples) -> np.ndarray:
+    """Which events of the histories happened before all that is held out, or are in the training part where nothing is."""
+    lengths_U = np.diff(dataset.offsets)
+    places_E = np.arange(len(dataset.items)) - np.repeat(dataset.offsets[:-1], lengths_U)
+    train_E: np.ndarray = places_E < np.repeat(dataset.train_end, lengths_U)
+    later = found.feedback.times[(found.use_X == HELD_OUT) | (found.use_X == TEST)]
+    return train_E & (dataset.times < later.min()) if len(later) else train_E
+
+
+def _weights(config: RewardTraining, deployed: Mapping[str, float], signals: tuple[str, ...]) -> dict[str, float]:
+    """The preference's weights of the signals that the model knows.
+
+    Raises: BadData for a job's own preference with signals that it does not know, or without a positive weight.
+    """
+    wanted = deployed if config.preference is None else config.preference
+    unknown = sorted(set(wanted) - set(signals))
+    if config.preference is not None and unknown:
+        raise BadData(f"the preference weighs {', '.join(unknown)}, and this feedback lets the model foresee {', '.join(signals)}: weigh some of these")
+    weights = {name: float(wanted.get(name, 0.0)) for name in signals}
+    try:
+        combined(np.zeros((1, len(signals))), signals, weights)
+    except ValueError as error:
+        raise BadData(str(error)) from error
+    return weights
+
+
+def _gate(
+    dataset: Dataset, found: Examples, batches: Batches, spaces: ItemSpaces, weights: Mapping[str, float], config: RewardTraining, seed: int
+) -> tuple[RelevanceGate, dict[str, float]]:
+    """Fit on half of the held-out positives, and set the threshold on the other half."""
+    rng = np.random.default_rng([seed, 77])
+    liked = [column for column, name in enumerate(found.signals) if weights[name] > 0]
+    rows = found.rows(HELD_OUT)
+    rows = rows[found.labels_XS[rows][:, liked].any(1) & (found.ends_X[rows] > found.begins_X[rows])]
+    rows = rng.permutation(rows)[:_GATE_PAIRS]
+    fitted, kept = rows[::2], rows[1::2] if len(rows) > 1 else rows
+    items = found.feedback.items.astype(np.int64)
+
+    def features(rows: IntArray, items_X: IntArray) -> FloatArray:
+        begins, ends = np.maximum(found.begins_X[rows], found.ends_X[rows] - config.max_history), found.ends_X[rows]
+        places, _ = search(batches.vectors_ND, batches.histories.items_E, begins, ends, items_X, config.num_found)
+        events = np.where(places >= 0, batches.histories.items_E[places.clip(0)] if len(batches.histories.items_E) else 0, -1)
+        return relevance_features((spaces.content_NC, spaces.collaborative_NG), batches.histories.items_E, begins, ends, items_X, events)
+
+    others = [features(part, rng.integers(len(dataset.item_ids), size=len(part))) for part in (fitted, kept)]
+    held_out = features(kept, items[kept])
+    gate = RelevanceGate.fit(features(fitted, items[fitted]), others[0], held_out, config.gate_quantile)
+    return gate, {**gate.report(held_out, others[1]), "positives": float(len(kept)), "threshold": gate.threshold}
+
+
+def _report(network: RewardNetwork, batches: Batches, found: Examples, calibrations: tuple[Calibration, ...], use: int) -> dict[str, Any]:
+    rows = found.rows(use)
+    logits_XS = logits_of(network, batches, rows)
+    report = {}
+    for column, (name, calibration) in enumerate(zip(found.signals, calibrations, strict=True)):
+        labels, p = found.labels_XS[rows, column], calibration(logits_XS[:, column])
+        report[name] = {
+            "rate": float(labels.mean()) if len(rows) else 0.0,
+            "auc": _number(area_under_curve(logits_XS[:, column], labels)),
+            "calibration_error": calibration_error(p, labels),
+            "calibration_error_before": calibration_error(1 / (1 + np.exp(-logits_XS[:, column].astype(np.float64))), labels),
+            "log_loss": log_loss(p, labels),
+            "calibration": calibration.as_dict()["kind"],
+            "reliability": [list(entry) for entry in reliability(p, labels, 10)],
+        }
+    return report
+
+
+def _number(value: float) -> float | None:
+    """NaN is no JSON."""
+    return None if np.isnan(value) else value

@@ -1,0 +1,200 @@
+"""Exposures as examples: what was known at the moment of each, what was done, how much it counts, and when it may be looked at.
+
+What is known of user and item at an exposure are the exposures of training before it, never the exposure itself or what came later.
+Legend: X exposures, S signals, A actions, N items, U users, E events of all histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from semantide.services.reward.recipes import RewardTraining
+from semantide.shared.dataset import Dataset
+from semantide.shared.errors import BadData
+from semantide.shared.event_actions import EventActions
+from semantide.shared.feedback import Feedback, history_ends
+from semantide.shared.models.interest_search import FloatArray, IntArray
+from semantide.shared.models.preference import UserTable
+from semantide.shared.models.reward import RewardBatch, RewardConfig
+from semantide.shared.models.reward_pairs import Histories, item_features, pairs, user_features
+
+TRAIN, HELD_OUT, TEST, UNUSED = range(4)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples in the order of the feedback.
+
+    Shapes: all [X] but ``labels_XS``, and ``given_...`` [X, S] the signals that were given before each; ``use_X`` one of TRAIN, HELD_OUT, TEST, UNUSED.
+    """
+
+    feedback: Feedback
+    signals: tuple[str, ...]
+    labels_XS: npt.NDArray[np.bool_]
+    weights_X: FloatArray
+    use_X: npt.NDArray[np.int8]
+    begins_X: IntArray
+    ends_X: IntArray
+    shown_item_X: IntArray
+    given_item_XS: IntArray
+    shown_user_X: IntArray
+    given_user_XS: IntArray
+    usual_S: FloatArray
+
+    def rows(self, use: int) -> IntArray:
+        """The examples of one use."""
+        return np.flatnonzero(self.use_X == use)
+
+
+def examples(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> Examples:
+    """Make examples.
+
+    Raises: BadData where there is no feedback to learn from, and says what is lacking.
+    """
+    use_X = _uses(dataset, feedback, config)
+    train = use_X == TRAIN
+    signals = _signals(feedback, train, config)
+    labels_XS = feedback.among(signals)
+    ends_X = history_ends(dataset, feedback.users, feedback.times)
+    known = feedback.users >= 0
+    begins_X = np.where(known, dataset.offsets[feedback.users.clip(0)] if len(dataset.offsets) > 1 else 0, 0)
+    ends_X = begins_X + ends_X
+    shown_item_X, given_item_XS = so_far(feedback.items, feedback.times, train, labels_XS)
+    users_X = np.where(known, feedback.users, len(dataset.user_ids))
+    shown_user_X, given_user_XS = so_far(users_X, feedback.times, train & known, labels_XS)
+    return Examples(
+        feedback, signals, labels_XS, _weights(feedback, train, config), use_X, begins_X, ends_X, shown_item_X, given_item_XS, shown_user_X, given_user_XS,
+        labels_XS[train].mean(0).astype(np.float32),
+    )  # fmt: skip
+
+
+def so_far(keys_X: npt.NDArray[Any], times_X: IntArray, counted_X: npt.NDArray[np.bool_], given_XS: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """How many counted exposures of the same key were strictly earlier [X], and how often each signal was given in them [X, S]."""
+    order = np.lexsort((times_X, keys_X))
+    keys, times = keys_X[order], times_X[order]
+    new_key = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
+    new_moment = new_key | np.append(True, times[1:] != times[:-1])[: len(keys)]
+    # The running sum before the first exposure of this moment, less the one before the first of this key.
+    moment = np.maximum.accumulate(np.where(new_moment, np.arange(len(keys)), 0))
+    first = np.maximum.accumulate(np.where(new_key, np.arange(len(keys)), 0))
+    columns = []
+    for values in (counted_X, *(counted_X & given_XS[:, column] for column in range(given_XS.shape[1]))):
+        before = np.concatenate([[0], np.cumsum(values[order], dtype=np.int64)])
+        column = np.empty(len(keys), dtype=np.int64)
+        column[order] = before[moment] - before[first]
+        columns.append(column)
+    return columns[0], np.stack(columns[1:], axis=1) if columns[1:] else np.zeros((len(keys), 0), np.int64)
+
+
+def _uses(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> npt.NDArray[np.int8]:
+    """What each exposure is for: the parts of a temporal split, else by the time of those that nobody is tested on.
+
+    A split by events holds out what was liked and what lies around it: rates there are not those of what is shown.
+    """
+    use_X = np.full(len(feedback), UNUSED, dtype=np.int8)
+    if dataset.header.get("valid_time"):
+        for part, use in enumerate((TRAIN, HELD_OUT, TEST)):
+            use_X[feedback.parts == part] = use
+    else:
+        usable = np.flatnonzero(feedback.parts == 0)
+        if len(usable):
+            times = feedback.times[usable]
+            bounds = np.quantile(times, [1 - config.held_out - config.test, 1 - config.test], method="higher")
+            use_X[usable] = np.where(times < bounds[0], TRAIN, np.where((times < bounds[1]) | (config.test == 0), HELD_OUT, TEST))
+    if config.users != "all":
+        wanted = config.users == "odd"
+        odd_U = np.array([crc32(user.encode()) % 2 == 1 for user in dataset.user_ids], dtype=np.bool_)
+        mine = np.zeros(len(feedback), dtype=np.bool_)
+        known = feedback.users >= 0
+        mine[known] = odd_U[feedback.users[known]] == wanted
+        use_X[~mine] = UNUSED
+    if config.max_exposures:
+        train = np.flatnonzero(use_X == TRAIN)
+        use_X[train[np.argsort(feedback.times[train], kind="stable")][: -config.max_exposures]] = UNUSED
+    return use_X
+
+
+def _signals(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTraining) -> tuple[str, ...]:
+    shown = int(train.sum())
+    if not shown:
+        raise BadData("there are no exposures to learn from: send what was shown too (action exposure), and what was done with it, then make the data set anew")
+    unheard = [name for name in config.signals if name not in feedback.signals]
+    if unheard:
+        raise BadData(f"signals {', '.join(unheard)} were never given: this data set has {', '.join(feedback.signals) or 'none'}")
+    given = dict(zip(feedback.signals, feedback.signals_XS[train].sum(0).tolist(), strict=True))
+    wanted = config.signals or feedback.signals
+    found = tuple(name for name in wanted if config.min_signals <= given[name] <= shown - config.min_signals)
+    if not found:
+        counts = ", ".join(f"{name} {given[name]}" for name in wanted) or "no signal"
+        raise BadData(
+            f"nothing can be told apart in {shown} exposures ({counts}): a signal must have been given, and not given, at least {config.min_signals} times; "
+            "send exposures without feedback too, or lower min_signals"
+        )
+    if config.signals and len(found) < len(config.signals):
+        rare = ", ".join(f"{name} ({given[name]})" for name in config.signals if name not in found)
+        raise BadData(f"signals {rare} were given, or not given, fewer than {config.min_signals} times in {shown} exposures: leave them out, or lower min_signals")
+    return found
+
+
+def _weights(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTraining) -> FloatArray:
+    """Inverse propensities, of mean 1 where they are known and 1 elsewhere: what was unlikely to be shown stands for more."""
+    weights_X = np.ones(len(feedback), dtype=np.float64)
+    known = ~np.isnan(feedback.propensities)
+    if config.debias in ("propensity", "both") and (known & train).any():
+        inverse = 1 / feedback.propensities[known].astype(np.float64)
+        mean = float((1 / feedback.propensities[known & train].astype(np.float64)).mean())
+        capped = np.minimum(inverse / mean, config.max_weight)
+        weights_X[known] = capped / max(float(np.minimum(1 / feedback.propensities[known & train].astype(np.float64) / mean, config.max_weight).mean()), 1e-12)
+    return weights_X.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Examples as the network takes them."""
+
+    examples: Examples
+    config: RewardConfig
+    histories: Histories
+    vectors_ND: FloatArray
+    debias_position: bool
+
+    @classmethod
+    def of(cls, found: Examples, config: RewardConfig, dataset: Dataset, events: EventActions, vectors_ND: FloatArray, debias_position: bool) -> Batches:
+        """Bring the histories into the network's numbers."""
+        actions_E = events.among(config.actions)[events.numbers_E].astype(np.int64)
+        return cls(found, config, Histories(dataset.items.astype(np.int64), actions_E), vectors_ND, debias_position)
+
+    def batch(self, rows: IntArray) -> RewardBatch:
+        """Some examples."""
+        found, config = self.examples, self.config
+        begins, ends = np.maximum(found.begins_X[rows], found.ends_X[rows] - config.max_history), found.ends_X[rows]
+        counts = self.histories.action_counts(len(config.actions), begins, ends)
+        user = user_features(found.shown_user_X[rows], found.given_user_XS[rows], found.usual_S, ends - begins, counts)
+        item = item_features(found.shown_item_X[rows], found.given_item_XS[rows], found.usual_S)
+        feedback = found.feedback
+        shown = (feedback.positions[rows], feedback.tabs[rows]) if self.debias_position else (None, None)
+        return pairs(config, self.vectors_ND, self.histories, begins, ends, feedback.items[rows].astype(np.int64), user, item, *shown)
+
+    def parts(self, rows: IntArray, size: int) -> Iterator[tuple[IntArray, RewardBatch]]:
+        """The examples a batch at a time."""
+        for begin in range(0, len(rows), size):
+            part = rows[begin : begin + size]
+            yield part, self.batch(part)
+
+
+def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[FloatArray, UserTable]:
+    """How all items have fared at the end of training [N, 1 + S], and what is known of users by then."""
+    train = found.use_X == TRAIN
+    items, users, labels = found.feedback.items[train], found.feedback.users[train], found.labels_XS[train]
+    shown_N = np.bincount(items, minlength=num_items)
+    given_NS = np.stack([np.bincount(items[labels[:, column]], minlength=num_items) for column in range(labels.shape[1])], axis=1)
+    known = users >= 0
+    shown_U = np.bincount(users[known], minlength=len(user_ids))
+    given_US = np.stack([np.bincount(users[known & labels[:, column]], minlength=len(user_ids)) for column in range(labels.shape[1])], axis=1)
+    return item_features(shown_N, given_NS, found.usual_S), UserTable({user: row for row, user in enumerate(user_ids)}, shown_U, given_US)
