@@ -23,6 +23,7 @@ import torch
 from semantide.services.tokenization.spelling import build
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import cases_of, evaluate
+from semantide.services.training.held_out import popularity_percentiles
 from semantide.services.training.initialisation import begin_at_codebooks
 from semantide.services.training.objective import NextItem, NextToken, Objective
 from semantide.services.training.rankers import GeneratorRanker, Ranker, RetrieverRanker, SASRecRanker
@@ -211,3 +212,8 @@ class PopularityTeacher:
         true = self._relevance.score(rollouts)
         preference = np.where(true.valid_BG, self._popularity_N[np.maximum(rollouts.items_BG, 0)], 0.0).astype(np.float32)
         return replace(true, preference_BG=preference)
+
+
+def popularity_of(dataset: Dataset) -> npt.NDArray[np.float64]:
+    """Each item's popularity percentile in the training part."""
+    return popularity_percentiles(np.bincount(np.concatenate([*dataset.train_histories()]), minlength=len(dataset.item_ids)))
