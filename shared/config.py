@@ -83,6 +83,8 @@ class Settings(BaseSettings):
     """Processes that train one model together, unless the job says otherwise. 0: one per accelerator of this machine, a single one where there is none."""
     training_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a process waits for the others of the same job before all start again from the last checkpoint, seconds."""
+    reward_preference: dict[str, float] = {}
+    """Weight of each feedback signal in the preference of reward models trained from now on; negative for dislike. Empty: the intensities of ``actions``. JSON."""
     reward_wait_seconds: float = Field(default=30.0, ge=0)
     """How long an alignment run waits for scores that it asked the reward room for, before it computes them itself, seconds. 0: it never asks."""
     negatives_wait_seconds: float = Field(default=30.0, ge=0)

@@ -15,13 +15,16 @@ from typing import Annotated, Any
 import pydantic
 import typer
 
-from semantide.services.commandline import display, jobs, processes, stack, variants
+from semantide.services.commandline import display, jobs, processes, rewards, stack, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
+from semantide.services.commandline.overrides import OnCluster, Overrides
+from semantide.services.commandline.overrides import config_of as _config
+from semantide.services.commandline.overrides import wish_of as _wish
 from semantide.services.commandline.recommendations import recommend
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import ClusterWish, JobRecord, JobSpec
+from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -34,36 +37,12 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
 app.command()(jobs.report)
+app.command()(rewards.reward)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 
 _NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5
-
-Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
-
-
-OnCluster = Annotated[
-    list[str] | None,
-    typer.Option("--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds"),
-]
-
-
-def _wish(options: list[str] | None) -> ClusterWish:
-    return ClusterWish.model_validate(_config(options, "--cluster", "pods=4"))
-
-
-def _config(overrides: list[str] | None, option: str = "--set", example: str = "epochs=5") -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for text in overrides or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise ValueError(f"{option} {text!r} is not NAME=VALUE: write for example {option} {example}")
-        try:
-            config[name] = json.loads(value)
-        except json.JSONDecodeError:
-            config[name] = value
-    return config
 
 
 @app.command()

@@ -61,7 +61,10 @@ def build(
         tabs=feedback.tab_names,
         content_size=spaces.content_NC.shape[1],
         backbone_size=0 if backbone_NB is None else backbone_NB.shape[1],
-        **{name: getattr(config, name) for name in ("hidden_size", "num_heads", "layer_sizes", "num_found", "num_recent", "max_history", "dropout", "id_dropout")},
+        **{
+            name: getattr(config, name)
+            for name in ("hidden_size", "num_heads", "layer_sizes", "num_found", "num_recent", "max_history", "dropout", "id_dropout")
+        },
     )
     torch.manual_seed(seed)
     network = RewardNetwork(shape)
@@ -111,10 +114,14 @@ def build(
     }
     spread = float(combined(np.stack([each(logits_XS[:, column]) for column, each in enumerate(calibrations)], 1), found.signals, weights).std())
     if not spread > _SPREAD:
-        raise BadData(f"all rewards are the same (spread {spread:.3g} over {len(held_out)} exposures): nothing was learned, send more feedback or choose other signals")
+        raise BadData(
+            f"all rewards are the same (spread {spread:.3g} over {len(held_out)} exposures): nothing was learned, send more feedback or choose other signals"
+        )
     figures["spread"] = spread
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
-    return replace(model, header={"config": plain, "metrics": figures})
+    # Scoring makes histories of events in the same way.
+    history = {name: dataset.header["config"][name] for name in ("positive_intensity", "deduplicate") if name in dataset.header.get("config", {})}
+    return replace(model, header={"config": plain, "metrics": figures, "history": history})
 
 
 def _train_events(dataset: Dataset, found: Examples) -> np.ndarray:

@@ -138,7 +138,9 @@ def _signals(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTra
         )
     if config.signals and len(found) < len(config.signals):
         rare = ", ".join(f"{name} ({given[name]})" for name in config.signals if name not in found)
-        raise BadData(f"signals {rare} were given, or not given, fewer than {config.min_signals} times in {shown} exposures: leave them out, or lower min_signals")
+        raise BadData(
+            f"signals {rare} were given, or not given, fewer than {config.min_signals} times in {shown} exposures: leave them out, or lower min_signals"
+        )
     return found
 
 

@@ -106,7 +106,9 @@ def standard() -> RewardTraining:
 
 def tiny() -> RewardTraining:
     """For tests and first looks: seconds on one core."""
-    return RewardTraining(hidden_size=8, num_heads=1, layer_sizes=(16,), num_found=4, num_recent=2, content_size=16, collaborative_size=8, epochs=3, min_signals=5)
+    return RewardTraining(
+        hidden_size=8, num_heads=1, layer_sizes=(16,), num_found=4, num_recent=2, content_size=16, collaborative_size=8, epochs=3, min_signals=5
+    )
 
 
 RECIPES = {"standard": standard, "tiny": tiny}

@@ -141,7 +141,9 @@ def fit_calibration(
         losses = {}
         for name in ("platt", "isotonic"):
             losses[name] = sum(
-                log_loss(fit_calibration(logits_X[fit], labels_X[fit], name, weights_X=None if weights_X is None else weights_X[fit])(logits_X[~fit]), labels_X[~fit])
+                log_loss(
+                    fit_calibration(logits_X[fit], labels_X[fit], name, weights_X=None if weights_X is None else weights_X[fit])(logits_X[~fit]), labels_X[~fit]
+                )
                 for fit in (half, ~half)
             )
         method = "isotonic" if losses["isotonic"] < losses["platt"] else "platt"

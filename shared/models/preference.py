@@ -102,7 +102,7 @@ def combined(probabilities_XS: npt.NDArray[Any], signals: Sequence[str], weights
     if not total > 0 or not np.isfinite(weights_S).all():
         known = ", ".join(signals)
         raise ValueError(f"the preference gives {dict(weights)}: give a positive weight to at least one of the signals that the model knows ({known})")
-    return np.clip(probabilities_XS.astype(np.float64) @ weights_S / total, 0.0, 1.0).astype(np.float32)
+    return np.asarray(np.clip(probabilities_XS.astype(np.float64) @ weights_S / total, 0.0, 1.0), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,12 @@ class PreferenceModel:
             with torch.no_grad():
                 logits_XS = network(_double(batch)).numpy()
             features = relevance_features(
-                (spaces.content_NC, spaces.collaborative_NG), histories.items_E, latest_B[group], ends_B[group], items, batch.events_XM[:, : config.num_found].numpy()
+                (spaces.content_NC, spaces.collaborative_NG),
+                histories.items_E,
+                latest_B[group],
+                ends_B[group],
+                items,
+                batch.events_XM[:, : config.num_found].numpy(),
             )
             outputs.append((np.stack([each(logits_XS[:, column]) for column, each in enumerate(self.calibrations)], 1), self.gate.relevance(features)))
         probabilities_XS = np.concatenate([np.zeros((0, len(self.signals))), *(each for each, _ in outputs)])
@@ -194,7 +199,13 @@ class PreferenceModel:
         """Write the artifact's files."""
         self.network.float().save_pretrained(folder)
         pq.write_table(pa.table({"item": self.item_ids, "fared": pa.array(list(self.item_NI), pa.list_(pa.float32()))}), folder / "items.parquet")
-        users = pa.table({"user": pa.array(list(self.users.row_of), pa.string()), "shown": self.users.shown_U, "given": pa.array(list(self.users.given_US), pa.list_(pa.int64()))})
+        users = pa.table(
+            {
+                "user": pa.array(list(self.users.row_of), pa.string()),
+                "shown": self.users.shown_U,
+                "given": pa.array(list(self.users.given_US), pa.list_(pa.int64())),
+            }
+        )
         pq.write_table(users, folder / "users.parquet")
         spaces = self.spaces
         arrays = {"content": spaces.content_NC, "collaborative": spaces.collaborative_NG, "usual": self.usual_S}
@@ -253,8 +264,8 @@ class PreferenceModel:
 
 
 def _matrix(column: pa.ChunkedArray, width: int, dtype: Any) -> npt.NDArray[Any]:
-    return column.combine_chunks().flatten().to_numpy().astype(dtype).reshape(-1, width)
+    return np.asarray(column.combine_chunks().flatten().to_numpy(), dtype=dtype).reshape(-1, width)
 
 
 def _double(batch: RewardBatch) -> RewardBatch:
-    return replace(batch, alike_XM=batch.alike_XM.double(), user_XU=batch.user_XU.double(), item_XI=batch.item_XI.double())
+    return batch.changed(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)

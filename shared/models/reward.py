@@ -13,6 +13,8 @@ Source: Pi et al., Search-based User Interest Modeling, CIKM 2020; Zhou et al., 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -97,13 +99,14 @@ class RewardBatch:
     positions_X: Tensor | None = None
     tabs_X: Tensor | None = None
 
-    def take(self, rows: Tensor | slice) -> RewardBatch:
-        """Some of the pairs."""
-        return RewardBatch(**{field.name: None if (value := getattr(self, field.name)) is None else value[rows] for field in fields(self)})
-
     def to(self, device: torch.device) -> RewardBatch:
         """On another device."""
-        return RewardBatch(**{field.name: None if (value := getattr(self, field.name)) is None else value.to(device) for field in fields(self)})
+        return self.changed(lambda tensor: tensor.to(device))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> RewardBatch:
+        """With every tensor changed in the same way."""
+        values: dict[str, Any] = {field.name: None if (value := getattr(self, field.name)) is None else change(value) for field in fields(self)}
+        return RewardBatch(**values)
 
     def __len__(self) -> int:
         return len(self.items_X)
@@ -117,6 +120,7 @@ class RewardNetwork(nn.Module):
 
     content_NC: Tensor
     backbone_NB: Tensor
+    usual_effect: Tensor
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__()
@@ -131,7 +135,7 @@ class RewardNetwork(nn.Module):
         self.query, self.key, self.value = (nn.Linear(size, size, bias=False) for _ in range(3))
         self.likeness = nn.Parameter(torch.ones(2, config.num_heads))
         widths = (7 * size + config.user_features + config.item_features + 4, *config.layer_sizes)
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in itertools.pairwise(widths))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths[1:])
         self.heads = nn.Linear(widths[-1], len(config.signals))
         self.straight = nn.Linear(config.user_features + config.item_features, len(config.signals), bias=False)
@@ -188,7 +192,9 @@ class RewardNetwork(nn.Module):
         num_XM = there_XM.sum(1, keepdim=True)
         mean_XD = (events_XMD * there_XM.unsqueeze(-1)).sum(1) / num_XM.clamp(min=1)
         alike = batch.alike_XM[:, :found]
-        likeness = torch.stack([alike.amax(1), alike.sum(1) / there_XM[:, :found].sum(1).clamp(min=1), num_XM.squeeze(1).log1p(), (num_XM.squeeze(1) > 0).to(alike)], 1)
+        likeness = torch.stack(
+            [alike.amax(1), alike.sum(1) / there_XM[:, :found].sum(1).clamp(min=1), num_XM.squeeze(1).log1p(), (num_XM.squeeze(1) > 0).to(alike)], 1
+        )
         known = torch.cat([batch.user_XU, batch.item_XI], 1)
         x = torch.cat([item_XD, *pooled, mean_XD, *(item_XD * each for each in (*pooled, mean_XD)), known, likeness], 1)
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -230,7 +236,7 @@ def reward_config(values: dict[str, Any], source: Path) -> RewardConfig:
     """
     lists = ("signals", "actions", "tabs", "layer_sizes")
     try:
-        return RewardConfig(**{field.name: tuple(values[field.name]) if field.name in lists else values[field.name] for field in fields(RewardConfig)})
+        found: dict[str, Any] = {field.name: tuple(values[field.name]) if field.name in lists else values[field.name] for field in fields(RewardConfig)}
+        return RewardConfig(**found)
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{source}/config.json: {type(error).__name__} {error}: copy the reward model again") from error
-

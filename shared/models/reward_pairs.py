@@ -48,7 +48,7 @@ def successes(shown_X: npt.NDArray[Any], given_XS: npt.NDArray[Any], usual_S: Fl
     usual = np.clip(usual_S.astype(np.float64), 1e-5, 1 - 1e-5)
     given = given_XS + PRIOR_EXPOSURES * usual
     missed = shown_X[:, None] - given_XS + PRIOR_EXPOSURES * (1 - usual)
-    return np.clip(np.log(given / missed) - np.log(usual / (1 - usual)), -_EXTREME, _EXTREME).astype(np.float32)
+    return np.asarray(np.clip(np.log(given / missed) - np.log(usual / (1 - usual)), -_EXTREME, _EXTREME), dtype=np.float32)
 
 
 def item_features(shown_N: npt.NDArray[Any], given_NS: npt.NDArray[Any], usual_S: FloatArray) -> FloatArray:

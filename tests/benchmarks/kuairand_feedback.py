@@ -26,10 +26,13 @@ def load(folder: Path, max_users: int | None = None) -> tuple[Dataset, Feedback,
     log = pl.concat([pl.read_parquet(folder / f"processed_splits_{part}.parquet") for part in ("val", "test")], how="vertical_relaxed")
     before = pl.read_parquet(folder / "processed_user_sequences.parquet")
     if max_users is not None:
-        chosen = np.random.default_rng(0).permutation(np.array(sorted(set(log["user_id"].unique())) + []))[:max_users]
+        chosen = np.random.default_rng(0).permutation(np.array(sorted(log["user_id"].unique())))[:max_users]
         log, before = log.filter(pl.col("user_id").is_in(pl.Series(chosen).implode())), before.filter(pl.col("user_id").is_in(pl.Series(chosen).implode()))
     videos = pl.read_parquet(folder / "processed_item_features.parquet")
-    items = [kuairand.video(row) for row in videos.select("video_id", "author_id", "video_type", "upload_dt", "upload_type", "video_duration", "music_id", "tag").to_dicts()]
+    items = [
+        kuairand.video(row)
+        for row in videos.select("video_id", "author_id", "video_type", "upload_dt", "upload_type", "video_duration", "music_id", "tag").to_dicts()
+    ]
     row_of = {item["id"]: row for row, item in enumerate(items)}
     item_row = np.full(int(videos["video_id"].max()) + 1, -1, np.int64)  # type: ignore[arg-type]
     for name, row in row_of.items():
@@ -81,7 +84,11 @@ def load(folder: Path, max_users: int | None = None) -> tuple[Dataset, Feedback,
 
 def _events(log: pl.DataFrame, strongest: np.ndarray, before: pl.DataFrame, item_row: np.ndarray) -> pl.DataFrame:
     """Watches before the log, one after another up to the last one's time, and what was clicked in it."""
-    watched = before.select("user_id", "last_time_ms", "like_seq", "long_watch_seq", row="watch_seq").with_columns(place=pl.int_ranges(pl.col("row").list.len())).explode("row", "place")
+    watched = (
+        before.select("user_id", "last_time_ms", "like_seq", "long_watch_seq", row="watch_seq")
+        .with_columns(place=pl.int_ranges(pl.col("row").list.len()))
+        .explode("row", "place")
+    )
     watched = watched.drop_nulls("row").with_columns(
         action=pl.when(pl.col("like_seq").list.contains(pl.col("row")))
         .then(pl.lit("like"))
@@ -92,10 +99,14 @@ def _events(log: pl.DataFrame, strongest: np.ndarray, before: pl.DataFrame, item
     )
     video = watched["row"].to_numpy()
     watched = watched.with_columns(row=pl.Series(np.where(video < len(item_row), item_row[np.minimum(video, len(item_row) - 1)], -1)))
-    done = log.select("user_id", "row", time="time_ms").with_columns(action=pl.Series(strongest.astype(str))).filter(~pl.col("action").is_in(["exposure", "hate"]))
+    done = (
+        log.select("user_id", "row", time="time_ms").with_columns(action=pl.Series(strongest.astype(str))).filter(~pl.col("action").is_in(["exposure", "hate"]))
+    )
     return pl.concat([watched.filter(pl.col("row") >= 0).select("user_id", "row", "time", "action"), done.select("user_id", "row", "time", "action")])
 
 
 if __name__ == "__main__":
     dataset, feedback, events = load(Path(sys.argv[1]))
-    print(len(dataset.user_ids), len(dataset.item_ids), len(dataset.items), len(feedback), np.bincount(feedback.parts), events.names, feedback.signals_XS.mean(0))
+    print(
+        len(dataset.user_ids), len(dataset.item_ids), len(dataset.items), len(feedback), np.bincount(feedback.parts), events.names, feedback.signals_XS.mean(0)
+    )
