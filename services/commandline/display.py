@@ -114,7 +114,11 @@ def alignment(result: Mapping[str, Any]) -> None:
     """Print what an alignment job changed."""
     if result["stopped"]:
         problems.print(f"the guard stopped it at {result['stopped']}", highlight=False, markup=False)
-    kept = f"the weights of step {result['kept_step']} of {result['steps']} are kept" if result["kept_step"] else "nothing was better than the start, which stays as it is"
+    kept = (
+        f"the weights of step {result['kept_step']} of {result['steps']} are kept"
+        if result["kept_step"]
+        else "nothing was better than the start, which stays as it is"
+    )
     console.print(f"{kept}; {result['skipped_groups']} groups had rewards that do not differ", highlight=False)
     rows = []
     for name, value in result["test_before"].items():

@@ -246,11 +246,15 @@ def align(
     recipe: str = "grpo-sr",
     model: Annotated[str | None, typer.Option(help="The generator to begin with; left out, the newest")] = None,
     reward: Annotated[str | None, typer.Option(help="The reward model that scores rollouts; left out, the newest")] = None,
-    judge: Annotated[str | None, typer.Option(help="A second reward model, of another seed or other feedback: the run stops when the reward rises and it does not agree")] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="A second reward model, of another seed or other feedback: the run stops when the reward rises and it does not agree")
+    ] = None,
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
-    promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")] = False,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")
+    ] = False,
     overrides: Overrides = None,
     cluster: OnCluster = None,
     wait: Wait = True,

@@ -142,8 +142,7 @@ class Aligner:
     def _stepped(self) -> dict[str, float]:
         """One step: what was drawn ``staleness`` steps ago is scored and learned from."""
         state, config = self.state, self.config
-        while len(self._ahead) <= config.staleness:
-            step = state.step + len(self._ahead)
+        while len(self._ahead) <= config.staleness and (step := state.step + len(self._ahead)) < config.steps:
             drawn = self._rollouter.draw(self._prompts.at(step), noise_of(self._seed, _DRAWS, step))
             self._ahead.append((state.step, drawn, self._reward.ask(drawn.rollouts)))
         drawn_at, drawn, asked = self._ahead.popleft()

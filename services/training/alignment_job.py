@@ -36,6 +36,8 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.event_actions import EventActions
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.preference import PreferenceModel
+from semantide.shared.models.reward_scorer import RewardScorer
 from semantide.shared.rollout_scores import QueuedScorer
 from semantide.shared.rollouts import Rollouts, Scorer, Scores
 
@@ -58,10 +60,10 @@ class _World:
     max_items: int
 
 
-def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
+def align(job: JobContext, load_scorer: LoadScorer | None = None) -> JobOutcome:
     """Align the model of the inputs and store it with what the run saw; where nothing that was tested is better, the start comes back as it was.
 
-    ``load_scorer`` reads a reward model into this process.
+    ``load_scorer`` reads a reward model into this process; left out, the reward room's.
     Raises: BadData for a wrong config or inputs, Conflict when model, catalog, reward model and data set do not belong together, JobCancelled.
     """
     changes = dict(job.spec.config)
@@ -81,8 +83,9 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
     world = _world(job, config, card, inputs)
-    reward = _reward(job, inputs["reward"], load_scorer)
-    judge = load_scorer(inputs["judge"]) if "judge" in inputs else None
+    load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
+    reward = _reward(job, inputs["reward"], load)
+    judge = load(inputs["judge"]) if "judge" in inputs else None
     counts_N = np.bincount(np.concatenate([np.zeros(0, np.int64), *world.dataset.train_histories()]).astype(np.int64), minlength=len(world.dataset.item_ids))
     test = _test(job, config, world, counts_N, "valid", reward, judge)
     popularity_N = np.zeros(len(world.catalog))

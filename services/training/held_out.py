@@ -61,6 +61,7 @@ class HeldOutTest:
 
     def run(self) -> HeldOut:
         """Test the model as it is."""
+        judged = self._judge()  # first: a reward model that does not belong here is refused before the long part
         metrics, hits, shares = RankingMetrics(KS, len(self._percentile_N)), [], []
         for begin in range(0, len(self._cases), _TOGETHER):
             batch = self._cases[begin : begin + _TOGETHER]
@@ -73,7 +74,6 @@ class HeldOutTest:
         result = metrics.result()
         figures = {f"{name}@{k}": result.get(f"{name}@{k}", 0.0) for name in ("hr", "ndcg", "coverage") for k in KS}
         figures["popularity"] = float(np.concatenate(shares).mean()) if shares else 0.0
-        judged = self._judge()
         figures |= {"reward": float(judged.reward_V.mean()), "gate_rate": judged.gate_rate, "invalid_share": judged.invalid_share}
         if judged.judge_V is not None:
             figures["judge"] = float(judged.judge_V.mean())

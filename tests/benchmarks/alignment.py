@@ -176,7 +176,13 @@ def catalog_of(shop: Shop) -> Any:
 
 
 def aligned(
-    world: World, generator: Generator, config: AlignConfig, reward: Scorer, judge: Scorer | None, seed: int, metric: Callable[[int, dict[str, float]], None] = lambda step, values: None
+    world: World,
+    generator: Generator,
+    config: AlignConfig,
+    reward: Scorer,
+    judge: Scorer | None,
+    seed: int,
+    metric: Callable[[int, dict[str, float]], None] = lambda step, values: None,
 ) -> tuple[AlignState, HeldOut, HeldOut]:
     """Align a copy of a generator; the run, and the test of its test users before and after."""
     model = copy.deepcopy(generator)
@@ -204,7 +210,9 @@ def aligned(
 def quality(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every variant over all seeds."""
     world = World.of(options.dataset, load(options.dataset, options.data, options.quick), options.quick)
-    short: dict[str, Any] = {"steps": 4, "prompts": 16, "evaluate_every": 2, "held_out_users": 100, "probes": 32} if options.quick else {"held_out_users": 0, "probes": 500}
+    short: dict[str, Any] = (
+        {"steps": 4, "prompts": 16, "evaluate_every": 2, "held_out_users": 100, "probes": 32} if options.quick else {"held_out_users": 0, "probes": 500}
+    )
     gains: dict[str, list[float]] = {}
     stopped = {"no_gate": 0, "neither": 0}
     for seed in range(1 if options.quick else options.seeds):
@@ -219,7 +227,9 @@ def quality(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         ):
             state, before, after = aligned(world, supervised, align_recipe(base, {**changes, **short}), reward, judge, seed)
             last, first = state.tests[-1], state.tests[0]
-            sys.stderr.write(f"seed {seed} {name}: step {state.best_step} of {state.step} kept, {state.stopped or 'not stopped'}; test before {before.figures} after {after.figures}\n")
+            sys.stderr.write(
+                f"seed {seed} {name}: step {state.best_step} of {state.step} kept, {state.stopped or 'not stopped'}; test before {before.figures} after {after.figures}\n"
+            )
             sys.stderr.write(f"  validation first {first} last {last}\n")
             gains.setdefault(f"{name}_hr50", []).append(after.figures["hr@50"] / max(before.figures["hr@50"], 1e-9) - 1)
             gains.setdefault(f"{name}_ndcg50", []).append(after.figures["ndcg@50"] / max(before.figures["ndcg@50"], 1e-9) - 1)
@@ -249,7 +259,9 @@ def main() -> int:
     parser = arguments_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", choices=("speed", "step", "quality"), default=["speed", "step", "quality"])
     parser.add_argument("--dataset", choices=("ml-100k", "beauty"), default="ml-100k")
-    parser.add_argument("--data", type=Path, help="u.data or ml-100k.inter of MovieLens 100K, or the folder of beauty.seq; without it nothing of quality is measured")
+    parser.add_argument(
+        "--data", type=Path, help="u.data or ml-100k.inter of MovieLens 100K, or the folder of beauty.seq; without it nothing of quality is measured"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

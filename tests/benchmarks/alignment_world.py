@@ -144,7 +144,9 @@ class World:
         config = self.configs["retriever"]
         model = Retriever(replace(config.retriever, max_items=config.max_items))
         rows = np.arange(len(self.catalog))
-        table = LocalTable(len(rows), config.retriever.hidden_size, optimiser=config.table_optimiser, std=config.retriever.initializer_range, beta2=config.beta2, seed=seed)
+        table = LocalTable(
+            len(rows), config.retriever.hidden_size, optimiser=config.table_optimiser, std=config.retriever.initializer_range, beta2=config.beta2, seed=seed
+        )
         counts = torch.bincount(torch.from_numpy(np.concatenate([*self.dataset.train_histories()]).astype(np.int64)), minlength=len(rows))
         self._train(config, NextItemSampled(model, table, counts, config), RetrieverRanker(model, table.read, rows, config.max_items), seed)
         vectors_ND = model.scored(table.read(torch.from_numpy(rows)))
@@ -174,12 +176,21 @@ class World:
 
         def validate() -> dict[str, float]:
             figures = evaluate(ranker, valid, ks=(10,), num_items=len(self.catalog), exclude_seen=True)
-            sys.stderr.write(f"{config.recipe}: {time.monotonic() - begin:.0f} s, validation HR@10 {figures['hr@10']:.4f} NDCG@10 {figures['ndcg@10']:.4f}, seen items left out\n")
+            sys.stderr.write(
+                f"{config.recipe}: {time.monotonic() - begin:.0f} s, validation HR@10 {figures['hr@10']:.4f} NDCG@10 {figures['ndcg@10']:.4f}, seen items left out\n"
+            )
             return figures
 
         with tempfile.TemporaryDirectory() as scratch:
             Trainer(
-                config, objective, Sampler(self.dataset.train_histories(), config, seed), validate, Listener(time.monotonic), Path(scratch), seed=seed, checkpoint_seconds=1e9
+                config,
+                objective,
+                Sampler(self.dataset.train_histories(), config, seed),
+                validate,
+                Listener(time.monotonic),
+                Path(scratch),
+                seed=seed,
+                checkpoint_seconds=1e9,
             ).run()
 
 

@@ -61,13 +61,20 @@ def test_a_generator_is_aligned_and_stored_with_all_that_serving_needs(
     make_job: MakeJob, trained: dict[str, str], store: ArtifactStore, queues: Any, broker: Any
 ) -> None:
     sent = len(queues.sent)
-    job = make_job("align", recipe="grpo-sr", config={**SHORT, "steps": 16, "evaluate_every": 8, "learning_rate": 1e-2, "promote": True}, inputs={**trained, "judge": f"rewards/sha256-{'b' * 64}"})
+    job = make_job(
+        "align",
+        recipe="grpo-sr",
+        config={**SHORT, "steps": 16, "evaluate_every": 8, "learning_rate": 1e-2, "promote": True},
+        inputs={**trained, "judge": f"rewards/sha256-{'b' * 64}"},
+    )
     outcome = align(job, scorer)
     ref, result = outcome.artifacts["model"], outcome.result
     json.dumps(result)
     assert result["kept_step"] in (8, 16) and not result["stopped"]
     assert result["valid_after"]["reward"] > result["valid_before"]["reward"]
-    assert {"hr@10", "hr@50", "ndcg@10", "ndcg@50", "popularity", "invalid_share", "judge", "gate_rate"} <= set(result["test_before"]) == set(result["test_after"])
+    assert (
+        {"hr@10", "hr@50", "ndcg@10", "ndcg@50", "popularity", "invalid_share", "judge", "gate_rate"} <= set(result["test_before"]) == set(result["test_after"])
+    )
     assert queues.sent[sent:] == [ModelTrained(job_id=job.id, model=ref, catalog=trained["catalog"], promote=True)]
     card = json.loads((store.get(ref) / "semantide.json").read_text())
     before = json.loads((store.get(trained["model"]) / "semantide.json").read_text())
