@@ -22,7 +22,7 @@ from semantide.shared.errors import BrokerUnavailable, Conflict
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.room import Room
 
-from ..reward.conftest import COLOURS, NUM_ITEMS, write_shop
+from ..reward.shade_shop import COLOURS, NUM_ITEMS, write_shop
 
 ALIGN = {
     "steps": 6,
