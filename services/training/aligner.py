@@ -228,12 +228,15 @@ class Aligner:
         if start is not None:
             kl = mean_over_rollouts(of_rollouts(divergence_CL(terms, start)), present_RG)
             figures["kl"] = float(kl.detach())
-            loss = loss + config.kl_weight * kl
+            if config.kl_weight:
+                loss = loss + config.kl_weight * kl
         if num_positives:
             supervised = -terms.row_CL[order_C[many:]].sum(1).mean()
             figures["supervised_loss"] = float(supervised.detach())
-            loss = loss + config.supervised_weight * supervised
-        loss = loss - config.validity_weight * open_share
+            if config.supervised_weight:
+                loss = loss + config.supervised_weight * supervised
+        if config.validity_weight:
+            loss = loss - config.validity_weight * open_share
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self._weights.parameters, config.clip_norm, foreach=True))
         value = float(loss.detach())

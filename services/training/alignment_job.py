@@ -60,7 +60,7 @@ class _World:
     max_items: int
 
 
-def align(job: JobContext, load_scorer: LoadScorer | None = None) -> JobOutcome:
+def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int = 1) -> JobOutcome:
     """Align the model of the inputs and store it with what the run saw; where nothing that was tested is better, the start comes back as it was.
 
     ``load_scorer`` reads a reward model into this process; left out, the reward room's.
@@ -71,6 +71,8 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None) -> JobOutcome:
     if not isinstance(promote, bool):
         raise BadData(f"config promote is {promote!r}: give true or false")
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
+    if processes > 1:
+        raise BadData(f"this align job was given {processes} processes: it runs in one, ask the cluster for one pod")
     inputs = dict(job.spec.inputs)
     for name in ("dataset", "model", "reward"):
         if name not in inputs:

@@ -59,7 +59,9 @@ def run(job: JobContext) -> JobOutcome:
     """Dispatch on the job's kind."""
     keep_freed_memory()
     try:
-        return {"train": train, "align": align, "evaluate": evaluate_models}[job.spec.kind](job)
+        if job.spec.kind == "align":
+            return align(job, processes=int(os.environ.get("WORLD_SIZE") or 1))
+        return train(job) if job.spec.kind == "train" else evaluate_models(job)
     except ValueError as error:
         raise BadData(f"job {job.id}: {error}") from error
 

@@ -126,6 +126,8 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
 
     refused(BadData, "promote is 'yes'", {"promote": "yes"})
     refused(ValueError, "config field 'nosuch'", {"nosuch": 1})
+    with pytest.raises(BadData, match="given 2 processes: it runs in one"):
+        align(make_job("align", config=SHORT, inputs=trained), scorer, processes=2)
     refused(BadData, "the same artifact", judge=trained["reward"])
     catalog = Catalog.load(store.get(trained["catalog"]))
     Catalog(catalog.item_ids, catalog.codes, catalog.level_sizes, "e" * 64).save(tmp_path / "other")
