@@ -65,7 +65,8 @@ class HeldOutTest:
         metrics, hits, shares = RankingMetrics(KS, len(self._percentile_N)), [], []
         for begin in range(0, len(self._cases), _TOGETHER):
             batch = self._cases[begin : begin + _TOGETHER]
-            lists = self._ranker.rank([case.history for case in batch], max(KS), self._exclude_seen)
+            told = [case.times for case in batch], [case.actions for case in batch]
+            lists = self._ranker.rank([case.history for case in batch], max(KS), self._exclude_seen, *told)
             metrics.add(lists, [case.targets for case in batch])
             hits += [bool(np.isin(row[row >= 0], case.targets).any()) for row, case in zip(lists, batch, strict=True)]
             top = lists[:, : KS[0]]
