@@ -21,6 +21,8 @@ from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
+from semantide.services.training.job_inputs import promotion_of
+from semantide.services.training.job_inputs import card_of, device, promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
 from semantide.services.training.rankers import GeneratorRanker
 from semantide.services.training.rollout import Prompt, Prompts, RewardSource, Rollouter, checked, noise_of
@@ -67,9 +69,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
     Raises: BadData for a wrong config or inputs, Conflict when model, catalog, reward model and data set do not belong together, JobCancelled.
     """
     changes = dict(job.spec.config)
-    promote = changes.pop("promote", False)
-    if not isinstance(promote, bool):
-        raise BadData(f"config promote is {promote!r}: give true or false")
+    promote = promotion_of(changes)
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
     if processes > 1:
         raise BadData(f"this align job was given {processes} processes: it runs in one, ask the cluster for one pod")
@@ -81,7 +81,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
         raise BadData(
             "judge and reward are the same artifact: an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
         )
-    card = json.loads((job.store.get(inputs["model"]) / "semantide.json").read_text())
+    card = card_of(job, inputs["model"])
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
     world = _world(job, config, card, inputs)
@@ -141,7 +141,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
     (folder / "alignment.json").write_text(json.dumps({"tests": state.tests}) + "\n")
     catalog = inputs.get("catalog") or card["catalog"]
     ref = job.store.put("models", folder, config=asdict(config), inputs={**inputs, "catalog": catalog}, seed=job.spec.seed)
-    job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=promote and not state.stopped))
+    job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=False if state.stopped else promote))
     for name in ("checkpoints", "model"):
         job.discard(job.workdir / name)
     return JobOutcome({"model": ref}, told)
@@ -153,9 +153,8 @@ def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: d
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device)
-    trie = SearchTrie.build(catalog.trie, device)
+    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device())
+    trie = SearchTrie.build(catalog.trie, device())
     tokens_NL = generator.vocabulary.item_tokens(catalog.codes)
     try:
         events = EventActions.load(job.store.get(inputs["dataset"]))
