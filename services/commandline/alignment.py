@@ -25,7 +25,9 @@ def align(
     dataset: str | None = None,
     catalog: str | None = None,
     seed: int = 0,
-    promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")] = False,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")
+    ] = False,
     if_not_worse: IfNotWorse = False,
     overrides: Overrides = None,
     cluster: OnCluster = None,
@@ -43,6 +45,8 @@ def align(
         "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
     } | ({"judge": judge} if judge else {})
     config = config_of(overrides) | ({"promote": "if-not-worse" if if_not_worse else True} if promote or if_not_worse else {})
-    record = run_job(client, JobSpec(kind="align", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=wish_of(cluster)), wait=wait, as_json=as_json)
+    record = run_job(
+        client, JobSpec(kind="align", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=wish_of(cluster)), wait=wait, as_json=as_json
+    )
     if wait and not as_json:
         display.alignment(record.result)

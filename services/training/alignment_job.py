@@ -21,7 +21,6 @@ from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
-from semantide.services.training.job_inputs import promotion_of
 from semantide.services.training.job_inputs import card_of, device, promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
 from semantide.services.training.rankers import GeneratorRanker
