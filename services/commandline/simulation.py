@@ -91,10 +91,10 @@ def recommender(name: str, simulation: Simulation) -> Recommender:
                 clicks.update(item for item, signals in zip(table["item"].to_pylist(), table["signals"].to_pylist(), strict=True) if "click" in signals)
         return Popular(simulation, clicks)
     own: dict[str, Callable[[Any], Recommender]] = {"chance": Chance, "oracle": Oracle}
-    return own[name](simulation) if name in own else Stack(Client(Settings()), name)
+    return own[name](simulation) if name in own else StackVariant(Client(Settings()), name)
 
 
-class Stack:
+class StackVariant:
     """A variant of a stack, asked over REST."""
 
     def __init__(self, client: Client, variant: str) -> None:

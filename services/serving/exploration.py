@@ -109,7 +109,9 @@ def _propensities(
         if place not in free:
             chances.append(1.0)
             continue
-        fresh = sum(chance * (extra - used) / remaining for chance, extra in weights) / sum(chance for chance, _ in weights)
+        if not (total := sum(chance for chance, _ in weights)):
+            return ()  # the search among new items failed, and the places that were drawn for them went back
+        fresh = sum(chance * (extra - used) / remaining for chance, extra in weights) / total
         if place in chosen:
             odds = np.exp(scores - scores[left].max()) * left
             chances.append(float(fresh * odds[order[used]] / odds.sum()))

@@ -22,8 +22,8 @@ from semantide.shared.simulator.policy import LoggingPolicy, Shelf
 from semantide.shared.simulator.preference import SIGNALS, Preference
 from semantide.shared.simulator.users import Numbers, SimulatorConfig, World
 
-CARD = "simulation.json"
-"""Beside a written log: the configuration of its world."""
+CARD = "_simulation.json"
+"""Beside a written log: the configuration of its world. Imports pass over files whose names begin so."""
 _BLOCK_CELLS = 1 << 23  # people x items that are in memory at once
 _PILOT_USERS, _PILOTS = 400, 3  # that the truth is fitted on, and how often
 STRENGTH = ("exposure", "click", "long_view", "like", "comment", "follow", "forward", "order", "hate")  # the last one that holds names the action

@@ -8,15 +8,16 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import jobs, main, recommendations, variants
+from semantide.services.commandline import experiments, jobs, main, publishing, recommendations, simulation, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
+from semantide.services.serving.registry import Pair, Registry
 from semantide.services.tokenization import api as tokenization
 from semantide.shared import operations_api
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
+from semantide.shared.contracts import CandidateJudged, JobSpec
 from semantide.shared.errors import NotFound
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobOutcome, Jobs
@@ -29,7 +30,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (main, jobs, recommendations, variants):
+    for module in (experiments, main, jobs, publishing, recommendations, simulation, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -86,6 +87,35 @@ def test_a_jobs_report_is_written_as_a_page(client: Client, tmp_path: Path) -> N
     assert path.read_text().startswith("<!doctype html>") and job["id"] in path.read_text()
     assert invoke("report", job["id"], "-o", "-").output == path.read_text()
     assert invoke("report", "nope").exit_code != 0
+
+
+def test_an_experiment_without_requests_says_what_to_do(client: Client) -> None:
+    outcome = invoke("experiment", "--days", "3")
+    assert outcome.exit_code == 0 and "0 requests of 0 users" in outcome.output and "semantide variants set" in outcome.output.replace("\n", " ")
+    assert '"variants": []' in invoke("experiment", "--json").output
+    assert isinstance(invoke("experiment", "--before-days", "-1").exception, StackError)
+
+
+def test_decisions_show_figures_and_a_promotion_asks_for_what_is_there(client: Client, broker: Any) -> None:
+    model, against, catalog = (f"{kind}/sha256-{number:064x}" for kind, number in (("models", 1), ("models", 2), ("catalogs", 1)))
+    figures = {"hr@50": {"live": 0.2, "candidate": 0.1, "difference": -0.1, "low": -0.12, "bound": -0.004}}
+    verdict = CandidateJudged(job_id="evaluate-1", model=model, catalog=catalog, against=against, not_worse=False, reason="lost", cases=9, figures=figures)
+    registry = Registry(broker)
+    registry.promote(Pair(model=against, catalog=catalog), reason="first")
+    registry.judged(Pair(model=model, catalog=catalog), verdict)
+    output = invoke("decisions").output
+    assert "hold" in output and "hr@50 0.2000 to 0.1000 (-0.1200)" in output and "first" in output
+    assert isinstance(invoke("promote", "--model", model, "--if-not-worse").exception, StackError)
+
+
+def test_simulated_people_write_a_log_and_visit_recommenders(tmp_path: Path) -> None:
+    small = ["--users", "20", "--items", "40", "--topics", "3", "--sessions", "2", "--form", "jsonl", "--seed", "3"]
+    outcome = invoke("simulate", str(tmp_path / "sim"), *small)
+    assert outcome.exit_code == 0 and "semantide ingest" in outcome.output and (tmp_path / "sim" / "interactions.jsonl").exists()
+    outcome = invoke("abtest", str(tmp_path / "sim"), "popular", "chance", "oracle", "--users", "10", "--visits", "1")
+    assert outcome.exit_code == 0 and all(name in outcome.output for name in ("popular", "chance", "oracle", "clicks a visit"))
+    assert '"base": "popular"' in invoke("abtest", str(tmp_path / "sim"), "popular", "--users", "4", "--visits", "1", "--json").output
+    assert isinstance(invoke("abtest", str(tmp_path), "popular").exception, ValueError)
 
 
 def test_recommend_sends_what_serving_takes(client: Client) -> None:

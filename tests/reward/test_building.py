@@ -146,7 +146,13 @@ def test_unlikely_exposures_stand_for_more(tmp_path: Path) -> None:
 def test_feedback_that_nothing_can_be_learned_from_is_refused(shop: Path, tmp_path: Path, how: str) -> None:
     dataset, feedback, events = read(shop)
     config: dict[str, Any] = {}
-    words = {"none": "no exposures to learn from", "one": "nothing can be told apart", "all": "nothing can be told apart", "unheard": "signals hate were never given", "rare": "order .* lower min_signals"}
+    words = {
+        "none": "no exposures to learn from",
+        "one": "nothing can be told apart",
+        "all": "nothing can be told apart",
+        "unheard": "signals hate were never given",
+        "rare": "order .* lower min_signals",
+    }
     if how == "none":
         feedback = feedback.take(np.zeros(0, np.int64))
     elif how == "one":
