@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from semantide.shared.errors import Conflict, Corrupt
@@ -259,7 +260,7 @@ class PreferenceModel:
                 gate=RelevanceGate.of(card["gate"]),
                 header=card,
             )
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise Corrupt(f"{folder.name} is no whole reward model ({type(error).__name__} {error}): train it again, or copy it again") from error
 
 
