@@ -9,6 +9,7 @@ import typer
 
 from semantide.shared.contracts import ClusterWish
 
+
 def wish_of(options: list[str] | None) -> ClusterWish:
     """What ``--cluster`` options ask for."""
     return ClusterWish.model_validate(config_of(options, "--cluster", "pods=4"))
