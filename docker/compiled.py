@@ -1,4 +1,4 @@
-"""Imports what our processes import, so that this and nothing else lies compiled in an image: ``python docker/compiled.py SITE_PACKAGES...``.
+"""Imports what our processes import, so that this and nothing else lies compiled in an image: ``python docker/compiled.py ROOT...``.
 
 Installed packages have ten times the modules that any process loads. What is missing here is compiled when it is imported, each time, as an image cannot be written to.
 """
@@ -118,19 +118,19 @@ def load() -> Iterator[str]:
             yield name
 
 
-def date(site: Path) -> int:
-    """Give what was compiled, and the folders it lies in, one time; how many modules there are."""
-    found = list(site.rglob("*.pyc"))
-    for path in (*found, *(path for path in site.rglob("*") if path.is_dir()), site):
+def date(root: Path) -> int:
+    """Give what was compiled, and all folders, one time; how many modules there are."""
+    found = list(root.rglob("*.pyc"))
+    for path in (*found, *(path for path in root.rglob("*") if path.is_dir()), root):
         os.utime(path, (_EARLY, _EARLY))
     return len(found)
 
 
 if __name__ == "__main__":
     sys.dont_write_bytecode = False
-    folders = [path for argument in sys.argv[1:] for path in Path(argument).rglob("site-packages")]
-    sys.path[:0] = [str(path) for path in folders]
+    roots = [Path(argument) for argument in sys.argv[1:]]
+    sys.path[:0] = [str(path) for root in roots for path in root.rglob("site-packages")]
     absent = list(load())
-    for folder in folders:
-        sys.stdout.write(f"{folder}: {date(folder)} modules compiled\n")
+    for root in roots:
+        sys.stdout.write(f"{root}: {date(root)} modules compiled\n")
     sys.stdout.write(f"not installed: {', '.join(absent) or 'none'}\n")

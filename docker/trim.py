@@ -65,7 +65,7 @@ def trim(site: Path) -> int:
     if strip := shutil.which("strip"):
         for library in (path for pattern in _STRIPPED for path in site.glob(pattern)):
             before = library.stat().st_size
-            subprocess.run([strip, "--strip-unneeded", str(library)], check=True)
+            subprocess.run([strip, "--preserve-dates", "--strip-unneeded", str(library)], check=True)
             freed += before - library.stat().st_size
     return freed
 
