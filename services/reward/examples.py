@@ -99,11 +99,14 @@ def _uses(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> npt.N
     A split by events holds out what was liked and what lies around it: rates there are not those of what is shown.
     """
     use_X = np.full(len(feedback), UNUSED, dtype=np.int8)
+    # Before the first exposure that nobody answered only answers were logged, and rates were not those of what was shown.
+    unanswered = feedback.times[~feedback.signals_XS.any(1)]
+    told = feedback.times >= (unanswered.min() if len(unanswered) else 0)
     if dataset.header.get("valid_time"):
         for part, use in enumerate((TRAIN, HELD_OUT, TEST)):
-            use_X[feedback.parts == part] = use
+            use_X[told & (feedback.parts == part)] = use
     else:
-        usable = np.flatnonzero(feedback.parts == 0)
+        usable = np.flatnonzero(told & (feedback.parts == 0))
         if len(usable):
             times = feedback.times[usable]
             bounds = np.quantile(times, [1 - config.held_out - config.test, 1 - config.test], method="higher")
@@ -197,12 +200,12 @@ class Batches:
         user = user_features(found.shown_user_X[rows], found.given_user_XS[rows], found.usual_S, ends - begins, counts)
         item = item_features(found.shown_item_X[rows], found.given_item_XS[rows], found.usual_S)
         feedback = found.feedback
-        shown = (feedback.positions[rows], feedback.tabs[rows]) if self.debias_position else (None, None)
+        positions, tabs = (feedback.positions[rows], feedback.tabs[rows]) if self.debias_position else (None, None)
         items = feedback.items[rows].astype(np.int64)
         if self.crossed_2ND is None or not len(rows) or found.use_X[rows[0]] != TRAIN:
-            return pairs(config, self.vectors_ND, self._plain, begins, ends, items, user, item, *shown)
+            return pairs(config, self.vectors_ND, self._plain, begins, ends, items, user, item, positions, tabs)
         keys = items + (feedback.users[rows] % 2 == 1) * len(self.vectors_ND)
-        return pairs(config, self.crossed_2ND, self.histories, begins, ends, items, user, item, *shown, keys_X=keys)
+        return pairs(config, self.crossed_2ND, self.histories, begins, ends, items, user, item, positions, tabs, keys)
 
     @cached_property
     def _plain(self) -> Histories:

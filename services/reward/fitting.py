@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from semantide.services.reward.examples import HELD_OUT, TRAIN, Batches
-from semantide.services.reward.recipes import RewardTraining
 from semantide.services.reward.linear_start import begin
+from semantide.services.reward.recipes import RewardTraining
 from semantide.shared.errors import PermanentError
 from semantide.shared.models.interest_search import IntArray
 from semantide.shared.models.reward import RewardBatch, RewardNetwork
