@@ -111,8 +111,18 @@ class Settings(BaseSettings):
     """Most memory for the prompts of users who may return, of each live model; 0: none is kept, bytes."""
     serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
+    serving_randomisation: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    """Chance with which each place of a list goes to an item drawn among the next best ones, so that other models can be judged by the log; a request may decline. 0: none."""
+    serving_shown_seconds: int = Field(default=86400, ge=0)
+    """How long a list that a split or a draw had a part in is kept, to be joined with the feedback that names its request id, seconds. 0: not at all."""
+    serving_shown_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
+    """Most memory in the broker for such lists; the oldest go first, bytes."""
     serving_source: Literal["auto", "generator", "retriever", "both"] = "auto"
     """Who ranks where a request does not say. ``auto``: the generator, and the promoted retriever where no generator is live or too many requests wait for it."""
+    promotion_bounds: dict[str, float] = {"hr@50": 0.02, "ndcg@50": 0.02}
+    """How much of the live model's figure on held-out users a candidate that goes live `if-not-worse` may have lost, in 95 of 100 such tests, metric by metric, shares. JSON."""
+    promotion_users: int = Field(default=0, ge=0)
+    """Most users of that test, drawn by chance. 0: all."""
     serving_cursor_seconds: int = Field(default=900, ge=1)
     """How long a ranking is kept for its later pages after the last one that was asked for, seconds."""
     serving_cursor_bytes: int = Field(default=256 * 1024**2, ge=1024**2)

@@ -37,7 +37,8 @@ class Interaction(Contract):
     """One thing a user did with one item.
 
     ``signals`` are what else was done at once; ``tab`` is the screen or placement where the item was shown, ``position`` its place on the page from 0, and
-    ``propensity`` the probability with which it was shown there. Units: ``time`` is milliseconds since 1970-01-01 UTC.
+    ``propensity`` the probability with which it was shown there. ``request_id`` is that of the answer which showed the item; where serving still knows it, place, propensity and
+    ``variant`` (with the ``variant_share`` of users that it had) need not be sent. Units: ``time`` is milliseconds since 1970-01-01 UTC.
     """
 
     user: Identifier
@@ -51,6 +52,9 @@ class Interaction(Contract):
     position: int | None = Field(default=None, ge=0, lt=2**31)
     propensity: float | None = Field(default=None, gt=0, le=1)
     signals: tuple[Identifier, ...] = Field(default=(), max_length=64)
+    request_id: Identifier | None = None
+    variant: Identifier | None = None
+    variant_share: float | None = Field(default=None, gt=0, le=1)
 
 
 class Item(Contract):
@@ -166,13 +170,33 @@ class CatalogReady(Message):
     extends: ArtifactRef | None = None
 
 
+Promotion = bool | Literal["if-not-worse"]
+"""Whether a trained model shall go live: not by itself, in any case, or once a paired test on held-out data says that it is not worse than what is live."""
+
+
 class ModelTrained(Message):
     """A model was trained; serving keeps a generator as a candidate, and promotes it when asked to. Without ``catalog`` it is a retriever, which needs none."""
 
     job_id: str
     model: ArtifactRef
     catalog: ArtifactRef | None = None
-    promote: bool = False
+    promote: Promotion = False
+
+
+class CandidateJudged(Message):
+    """An evaluation has compared a candidate with the model that was live, case by case; serving promotes it where it is ``not_worse`` and that model still is.
+
+    ``figures`` has for each metric the live model's mean, the candidate's, the mean difference, its lower bound and the bound that it was held against.
+    """
+
+    job_id: str
+    model: ArtifactRef
+    catalog: ArtifactRef
+    against: ArtifactRef
+    not_worse: bool
+    reason: str = ""
+    cases: int = 0
+    figures: dict[str, dict[str, float]] = {}
 
 
 class TablePublished(Message):

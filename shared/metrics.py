@@ -22,13 +22,14 @@ Rows = npt.NDArray[np.integer]
 
 @dataclass
 class RankingMetrics:
-    """Sums over the cases seen so far; ``result`` divides."""
+    """Sums over the cases seen so far; ``result`` divides. ``own`` collects each case's figures, where somebody gives a place for them."""
 
     ks: tuple[int, ...]
     num_items: int
     cases: int = 0
     repeats: int = 0
     short: int = 0
+    own: dict[str, list[float]] | None = None
     _sums: dict[str, float] = field(default_factory=dict)
     _shown: dict[int, set[int]] = field(default_factory=dict)
 
@@ -64,6 +65,8 @@ class RankingMetrics:
 
     def _sum(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
+        if self.own is not None:
+            self.own.setdefault(name, []).append(value)
 
     def result(self) -> dict[str, float]:
         """Every metric at every k, and the number of cases."""

@@ -20,7 +20,18 @@ from kombu.entity import Exchange, Queue
 from kombu.exceptions import OperationalError
 
 from semantide.shared import broker as broker_door
-from semantide.shared.contracts import ROOMS, CatalogReady, ItemsChanged, Message, ModelTrained, NegativesWanted, RolloutsToScore, RunJob, TablePublished
+from semantide.shared.contracts import (
+    ROOMS,
+    CandidateJudged,
+    CatalogReady,
+    ItemsChanged,
+    Message,
+    ModelTrained,
+    NegativesWanted,
+    RolloutsToScore,
+    RunJob,
+    TablePublished,
+)
 from semantide.shared.errors import BrokerUnavailable, NotFound, TransientError
 from semantide.shared.telemetry import logger
 
@@ -36,6 +47,7 @@ READERS: dict[type[Message], tuple[str, ...]] = {
     ItemsChanged: ("tokenization",),
     CatalogReady: ("serving",),
     ModelTrained: ("serving", "negatives"),
+    CandidateJudged: ("serving",),
     NegativesWanted: ("negatives",),
     RolloutsToScore: ("reward",),
     TablePublished: ("serving",),

@@ -18,6 +18,8 @@ from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.errors import NotFound, PermanentError, TransientError
 
 _CHUNK_BYTES = 1 << 20
+NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")
+"""How recipes begin that need no catalog."""
 
 
 class StackError(PermanentError):
@@ -108,15 +110,16 @@ class Client:
                 raise
             raise NotFound("no catalog yet: run `semantide tokenize` first, or name one with --catalog") from None
 
-    def promote(self, model: str, catalog: str | None = None, *, patience_seconds: float = 0.0) -> dict[str, Any]:
+    def promote(self, model: str, catalog: str | None = None, *, if_not_worse: bool = False, patience_seconds: float = 0.0) -> dict[str, Any]:
         """Make a model live. One that has just been trained is announced by a message, for which one may have to wait.
 
         Raises: StackError.
         """
         deadline = time.monotonic() + patience_seconds
+        body = {"model": model} | ({"catalog": catalog} if catalog else {}) | ({"if_not_worse": True} if if_not_worse else {})
         while True:
             try:
-                answer: dict[str, Any] = self.post("/v1/serving/promote", {"model": model} | ({"catalog": catalog} if catalog else {}))
+                answer: dict[str, Any] = self.post("/v1/serving/promote", body)
                 return answer
             except StackError as error:
                 if error.status != 404 or time.monotonic() >= deadline:
@@ -133,3 +136,14 @@ class Client:
             if artifact in record.artifacts and (recipe is None or record.spec.recipe == recipe):
                 return record.artifacts[artifact]
         raise NotFound(f"no {artifact} yet: run `semantide {kind}` first, or name one with --{artifact}")
+
+    def latest_generator(self) -> str:
+        """Reference of the newest generator.
+
+        Raises: NotFound.
+        """
+        found = [JobRecord.model_validate(raw) for kind in ("train", "align") for raw in self.get("/v1/jobs", kind=kind, state="succeeded", limit=1000)]
+        for record in sorted(found, key=lambda record: record.created, reverse=True):
+            if "model" in record.artifacts and not record.spec.recipe.startswith(NO_GENERATORS):
+                return record.artifacts["model"]
+        raise NotFound("no generator yet: run `semantide train` first, or name one with --model")

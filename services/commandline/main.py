@@ -16,15 +16,19 @@ import pydantic
 import typer
 
 from semantide.services.commandline import display, jobs, processes, rewards, stack, variants
-from semantide.services.commandline.client import Client, StackError
+from semantide.services.commandline.alignment import align
+from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
+from semantide.services.commandline.experiments import experiment
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.overrides import OnCluster, Overrides
 from semantide.services.commandline.overrides import config_of as _config
 from semantide.services.commandline.overrides import wish_of as _wish
+from semantide.services.commandline.publishing import IfNotWorse, decisions, promote
 from semantide.services.commandline.recommendations import recommend
+from semantide.services.commandline.simulation import abtest, simulate
 from semantide.shared.api_keys import local_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobRecord, JobSpec
+from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -36,12 +40,17 @@ app = typer.Typer(
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.command()(recommend)
+app.command()(promote)
+app.command()(decisions)
 app.command()(jobs.report)
+app.command()(experiment)
+app.command()(simulate)
+app.command()(abtest)
 app.command()(rewards.reward)
+app.command()(align)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 
-_NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")  # how recipes begin that need no catalog
 _REJECTS_SHOWN = 5
 
 
@@ -221,6 +230,7 @@ def train(
     seed: int = 0,
     beams: Annotated[str | None, typer.Option(help="What `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
+    if_not_worse: IfNotWorse = False,
     processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
     overrides: Overrides = None,
     cluster: OnCluster = None,
@@ -231,11 +241,15 @@ def train(
     retriever-SIZE or fuxi-SIZE (HSTU or FuXi-alpha over item ids; SIZE is tiny, small, medium, large or long)."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
-    if not recipe.startswith(_NO_GENERATORS) or catalog:
+    if not recipe.startswith(NO_GENERATORS) or catalog:
         inputs["catalog"] = catalog or client.current_catalog()
     if beams:
         inputs["beams"] = beams
-    config = _config(overrides) | ({"promote": True} if promote else {}) | ({} if processes is None else {"processes": processes})
+    config = (
+        _config(overrides)
+        | ({"promote": "if-not-worse" if if_not_worse else True} if promote or if_not_worse else {})
+        | ({} if processes is None else {"processes": processes})
+    )
     record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
@@ -257,7 +271,7 @@ def evaluate(
 ) -> None:
     """Rank the whole catalog for every test user: Recall, NDCG, MRR at k and coverage, beside popularity and a baseline."""
     client = Client(Settings())
-    model = model or _latest_generator(client)
+    model = model or client.latest_generator()
     made_from = client.get(f"/v1/artifacts/{model}")["inputs"]
     inputs = {
         "model": model,
@@ -269,25 +283,6 @@ def evaluate(
     record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.evaluation(record.result)
-
-
-def _latest_generator(client: Client) -> str:
-    for raw in client.get("/v1/jobs", kind="train", state="succeeded", limit=1000):
-        record = JobRecord.model_validate(raw)
-        if "model" in record.artifacts and not record.spec.recipe.startswith(_NO_GENERATORS):
-            return record.artifacts["model"]
-    raise SemantideError("no generator yet: run `semantide train` first, or name one with --model")
-
-
-@app.command()
-def promote(model: str | None = None, catalog: str | None = None, as_json: AsJson = False) -> None:
-    """Make a model live; requests in flight end on the old one. A retriever becomes the second source of candidates beside it."""
-    client = Client(Settings())
-    # Without a catalog the stack takes the newest extension of the one the model was trained for.
-    answer = client.promote(model, catalog) if model else client.promote(_latest_generator(client), catalog, patience_seconds=30)
-    display.as_json(answer) if as_json else display.console.print(
-        f"live: {answer['model'] or 'no generator'} with {answer['catalog'] or 'no catalog'}; retriever: {answer['retriever'] or 'none'}", highlight=False
-    )
 
 
 @app.command()

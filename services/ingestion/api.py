@@ -18,6 +18,8 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from pydantic import BaseModel, ConfigDict, Field
 
 from semantide.services.ingestion.eventlog import EventLog
+from semantide.services.ingestion.experimentlog import read_experiment
+from semantide.services.ingestion.experiments import report
 from semantide.services.ingestion.fileimport import ImportConfig
 from semantide.services.ingestion.itemlog import ItemLog
 from semantide.services.ingestion.manifest import Manifest
@@ -38,6 +40,7 @@ from semantide.shared.telemetry import logger, meter
 
 _LOG = logger("ingestion")
 _FSYNC_MS = 5000
+_EXPERIMENT_MS = 14 * 86_400_000
 _UPLOAD_BLOCK = 4 * 1024 * 1024
 _SPARE_BYTES = 256 * 1024 * 1024
 _UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}){0,8}")
@@ -237,6 +240,18 @@ def build(room: Room) -> APIRouter:
                 "waiting_batches": backlog,
                 **ItemLog(manifest).counts(),
             }
+
+    @router.get("/experiments", tags=["serving"], summary="What the variants of a split were worth to the people who met them, with confidence intervals")
+    def experiments(since: int | None = None, until: int | None = None, base: str = "live", before_days: int = 28) -> dict[str, Any]:
+        end = now_ms() if until is None else until
+        begin = end - _EXPERIMENT_MS if since is None else since
+        if begin >= end or before_days < 0:
+            raise BadData(
+                f"since is {begin}, until {end} and before_days {before_days}: give times in milliseconds since 1970, since before until, and days from 0 on"
+            )
+        with closing(Manifest(settings.data_dir / "events")) as manifest:
+            found = read_experiment(EventLog(manifest).segments(), begin, end, before_days * 86_400_000)
+        return {"since": begin, "until": end, **report(*found, settings.actions, base).as_dict()}
 
     @router.get("/users/{user:path}/history", summary="The user's recent interactions, oldest first")
     def history(user: str) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] |
     def always(reason: str, remedy: str) -> Callable[[int], tuple[str, str]]:
         return lambda _: (reason, remedy)
 
-    for name in ("user", "item", "page", "event_id", "action", "tab"):
+    for name in ("user", "item", "page", "event_id", "action", "tab", "request_id", "variant"):
         if name not in table.column_names:
             columns[name] = pa.nulls(count, pa.string())
             wrong = np.zeros(count, dtype=np.bool_)
@@ -267,12 +267,12 @@ def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] |
     problems.mark(
         wrong, "position", raw("position"), always("position is not a whole number from 0 on", "count the places of a page from 0, or leave it empty")
     )
-    propensities, wrong = _numbers(table, "propensity")
-    shares = np.asarray(propensities.to_numpy(zero_copy_only=False), dtype=np.float64)
-    wrong = wrong | (shares <= 0) | (shares > 1)
-    problems.mark(
-        wrong, "propensity", raw("propensity"), always("propensity is no probability above 0", "send a number above 0 and at most 1, or leave it empty")
-    )
+    chances: dict[str, pa.Array] = {}
+    for name in ("propensity", "variant_share"):
+        chances[name], wrong = _numbers(table, name)
+        shares = np.asarray(chances[name].to_numpy(zero_copy_only=False), dtype=np.float64)
+        wrong = wrong | (shares <= 0) | (shares > 1)
+        problems.mark(wrong, name, raw(name), always(f"{name} is no probability above 0", "send a number above 0 and at most 1, or leave it empty"))
     signals, wrong = _signals(table, rules)
     problems.mark(
         wrong, "signals", raw("signals"), always("signals are not known actions", f"use some of {known}, separated by blanks where the file has no lists")
@@ -284,13 +284,16 @@ def check_interaction_table(table: pa.Table, rules: Rules, rows: Sequence[int] |
             "item": columns["item"],
             "time": moments,
             "action": action,
-            "page": columns["page"],
+            "page": pc.coalesce(columns["page"], columns["request_id"]),
             "value": values,
             "event_id": columns["event_id"],
             "tab": columns["tab"],
             "position": positions,
-            "propensity": propensities,
+            "propensity": chances["propensity"],
             "signals": signals,
+            "request_id": columns["request_id"],
+            "variant": columns["variant"],
+            "variant_share": chances["variant_share"],
         }
     )
     if problems.bad.any():

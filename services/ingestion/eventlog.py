@@ -47,7 +47,7 @@ def write_durably(table: pa.Table, path: Path) -> None:
                 stream,
                 compression="zstd",
                 compression_level=1,
-                use_dictionary=["user", "item", "action", "page", "tab", "signals.list.element"],
+                use_dictionary=["user", "item", "action", "page", "tab", "signals.list.element", "request_id", "variant"],
                 write_statistics=True,
             )
             stream.flush()

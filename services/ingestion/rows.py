@@ -78,7 +78,7 @@ def _interaction_problem(row: int, event: Interaction, rules: Rules) -> Rejectio
 
 def check_interactions(raws: Sequence[Any], rules: Rules) -> tuple[list[Interaction], list[Rejection]]:
     """The good rows in their order, and why the others are refused."""
-    numbers = ("user", "item", "page", "event_id", "tab")
+    numbers = ("user", "item", "page", "event_id", "tab", "request_id")
     raws = [_stringified(raw, numbers) for raw in raws]
     good: list[Interaction] = []
     bad: list[Rejection] = []
@@ -107,6 +107,8 @@ def check_interactions(raws: Sequence[Any], rules: Rules) -> tuple[list[Interact
 def interaction_table(events: Sequence[Interaction]) -> pa.Table:
     """Interactions as Arrow columns."""
     columns = {name: [getattr(event, name) for event in events] for name in INTERACTION_SCHEMA.names}
+    # What one answer showed is a page, unless the sender says otherwise.
+    columns["page"] = [event.page or event.request_id for event in events]
     return pa.table({**columns, "signals": [list(event.signals) or None for event in events]}, schema=INTERACTION_SCHEMA)
 
 

@@ -27,6 +27,9 @@ INTERACTION_SCHEMA = pa.schema(
         pa.field("position", pa.int32()),
         pa.field("propensity", pa.float64()),
         pa.field("signals", pa.list_(pa.string())),
+        pa.field("request_id", pa.string()),
+        pa.field("variant", pa.string()),
+        pa.field("variant_share", pa.float64()),
     ]
 )
 

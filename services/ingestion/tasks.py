@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from semantide.services.ingestion.manifest import Manifest
+from semantide.services.ingestion.shown import joined
 from semantide.services.ingestion.stream import CONSUMER, DIMENSION, GROUP, PARKED, STREAM, Entry, decode
 from semantide.services.ingestion.writer import EntryWriter, Written
 from semantide.shared import broker as broker_door
@@ -34,6 +35,7 @@ from semantide.shared.contracts import Interaction, ItemsChanged
 from semantide.shared.errors import Corrupt, TransientError
 from semantide.shared.history import Histories
 from semantide.shared.room import Room
+from semantide.shared.shown_lists import ShownLists
 from semantide.shared.telemetry import linked_span, logger, meter
 
 ENTRIES_PER_READ = 40
@@ -83,6 +85,7 @@ class Consumer:
         self._availability = Availability(room.broker)
         settings = room.settings
         self._histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
+        self._shown = ShownLists(room.broker, settings.serving_shown_seconds, settings.serving_shown_bytes)
         # Exposures would push what the user did out of a short history.
         self._told = pa.array([name for name, intensity in settings.actions.items() if intensity >= 1 or intensity < 0], pa.string())
         self._recover = True
@@ -177,7 +180,7 @@ class Consumer:
         if not entries:
             return
         with linked_span("ingestion", "write to the log", [entry.trace for entry in entries]):
-            self._store(entries)
+            self._store(joined(entries, self._shown.get))
 
     def _store(self, entries: Sequence[Entry]) -> None:
         begun = time.monotonic()

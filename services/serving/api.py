@@ -7,12 +7,12 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from semantide.services.serving import explanation, exploration
+from semantide.services.serving import explanation, exploration, randomisation
 from semantide.services.serving.bundle import Bundle
 from semantide.services.serving.contract import (
     CandidatesAnswer,
@@ -35,6 +35,7 @@ from semantide.services.serving.engine import Answer, Recommendation
 from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
+from semantide.services.serving.publishing import compare
 from semantide.services.serving.registry import LIVE, RegistryState
 from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer, timed
@@ -44,6 +45,7 @@ from semantide.services.serving.ticket import Passage
 from semantide.services.serving.wish import Wish
 from semantide.shared.errors import NotFound, SemantideError, TransientError
 from semantide.shared.http import OUR_FAULTS, APIRouter, HTTPException, Request, run_in_threadpool
+from semantide.shared.jobs import Jobs
 from semantide.shared.room import Room
 from semantide.shared.telemetry import continued_trace, logger, stage_spans
 
@@ -86,13 +88,16 @@ def build(room: Room) -> APIRouter:
     @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first; with a cursor the next page")
     async def recommend(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         with continued_trace(request.headers.get("traceparent"), "POST /v1/recommendations", "serving"):
-            return await answer_to(body, request)
+            answer = await answer_to(body, request)
+            service.shown.note(answer)
+            return answer
 
     async def answer_to(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
         variant: str | None = None
+        assigned: float | None = None
         source = body.source or settings.serving_source
         beside: asyncio.Task[Retrieved] | None = None  # the retriever's own list, found while the generator searches
         try:
@@ -102,12 +107,15 @@ def build(room: Room) -> APIRouter:
             if source in ("auto", "both") and service.retrievers.current is not None and service.swapper.lineup is None and body.variant is None:
                 return await retrieved(body, wish, begin, fallback="no generator is live in this process")
             choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
-            bundle, variant = choice.bundle, choice.variant
+            bundle, variant, assigned = choice.bundle, choice.variant, choice.share
             # Under overload, when searches are narrowed, nobody gets a second one.
-            share = settings.serving_exploration if body.explore and bundle.new_items and service.narrowing.share == 1 else 0.0
-            seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS)) if share else 0
+            draws = body.explore and service.narrowing.share == 1
+            share = settings.serving_exploration if draws and bundle.new_items else 0.0
+            by_chance = settings.serving_randomisation if draws and not body.variety else 0.0
+            seed = seed_of(wish.who, bundle.pair.catalog, int(time.time() // _DRAW_SECONDS)) if share or by_chance else 0
             places = exploration.places(wish.n, share, seed) if share else ()
-            wishes = [wish, *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
+            more = randomisation.spare(wish.n, wish.width) if by_chance else 0
+            wishes = [replace(wish, n=wish.n + more), *([replace(wish, n=POOL, width=POOL, only_new=True)] if places else [])]
             if source == "both" and service.retrievers.current is not None:
                 beside = asyncio.create_task(_retrieve(service, body, wish, bundle))
                 beside.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even where the search fails first
@@ -130,9 +138,14 @@ def build(room: Room) -> APIRouter:
         finally:
             if beside is not None:
                 beside.cancel()
-        mixed = Mixed(answer.items)
-        if fresh:
-            mixed = exploration.mix(answer.items, [hit for found, _ in fresh for hit in found.items], places, _new_items(bundle, answer), seed)
+        answer, beyond = _cut(answer, wish.n)
+        new = [hit for found, _ in fresh for hit in found.items]
+        mixed = exploration.mix(answer.items, new, places if fresh else (), _new_items(bundle, answer), seed, n=wish.n, share=share)
+        if body.variety and not answer.history_items:
+            mixed = mixed._replace(propensities=())  # the list is itself a draw, and its places are in the order of scores
+        if by_chance:
+            young = {hit.item for hit in new}
+            mixed = randomisation.randomise(mixed, [hit for hit in beyond if hit.item not in young], by_chance, seed)
         total = time.perf_counter() - begin
         service.meters.request("short" if answer.short_reason else "ok", variant)
         service.meters.stage("total", total)
@@ -140,7 +153,7 @@ def build(room: Room) -> APIRouter:
             service.meters.explored(len(mixed.explored))
         stage_spans("serving", passage.marks)
         near = await run_in_threadpool(explanation.nearest, bundle, [hit.item for hit in mixed.items], answer.history_rows) if body.explain else None
-        whole = _answer(answer, passage, variant, mixed, near, total)
+        whole = _answer(answer, passage, (variant, assigned), mixed, near, total)
         if second is not None:
             service.meters.stage("retrieve", second.seconds)
             whole = joined_answer(whole, second, bundle, wish.n)
@@ -167,6 +180,11 @@ def build(room: Room) -> APIRouter:
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
+        if body.if_not_worse:
+            pair = service.prepare(body.model, body.catalog, body.force)
+            judging = compare(service.registry, pair, room.store, settings, Jobs(room.broker, room.queues).submit)
+            if judging is not None:
+                return _live(service, service.registry.read()).model_copy(update={"judging": judging})
         return _live(service, service.promote(body.model, body.catalog, body.force, body.reason))
 
     @router.post("/serving/rollback", tags=["serving"], summary="Bring back what was live before")
@@ -196,7 +214,7 @@ def build(room: Room) -> APIRouter:
     def candidates() -> CandidatesAnswer:
         return CandidatesAnswer(candidates=list(service.registry.read().candidates))
 
-    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, rollbacks, splits and catalog extensions")
+    @router.get("/serving/decisions", tags=["serving"], summary="Promotions, candidates held back, rollbacks, splits and catalog extensions")
     def decisions() -> DecisionsAnswer:
         return DecisionsAnswer(decisions=list(service.registry.read().decisions))
 
@@ -242,6 +260,13 @@ async def _search(request: Request, service: Service, wishes: list[Wish], bundle
         if isinstance(other, Exception) and not isinstance(other, SemantideError):
             logger("serving").error("the search among new items failed", error=str(other), exc_info=other)
     return [first, *(other for other in others if not isinstance(other, BaseException))]
+
+
+def _cut(answer: Answer, n: int) -> tuple[Answer, Sequence[Recommendation]]:
+    """The first n items of an answer, and those beyond them, which draws may be made among."""
+    if len(answer.items) < n:
+        return answer, ()
+    return replace(answer, items=answer.items[:n], short_reason=None), answer.items[n:]
 
 
 def _new_items(bundle: Bundle, answer: Answer) -> frozenset[str]:
@@ -336,21 +361,28 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[t
 
 
 def _answer(
-    answer: Answer, passage: Passage, variant: str | None, mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, total: float
+    answer: Answer, passage: Passage, side: tuple[str | None, float | None], mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, total: float
 ) -> RecommendationAnswer:
+    ranked = {hit.item for hit in answer.items}
+    # Where the list itself is a draw among the beams, nobody knows the chance of a place.
+    chances: Sequence[float | None] = mixed.propensities or [None] * len(mixed.items)
+
     def item(place: int, hit: Recommendation) -> RecommendedItem:
         explained = None
         if near is not None:
             nearest = [NearItem(item=one.item, title=one.title or None, similarity=one.similarity) for one in near[place]]
             explained = Explanation(level_log_probabilities=list(hit.level_scores), nearest_history=nearest)
         explored = hit.item in mixed.explored
-        return RecommendedItem(item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explored=explored, explanation=explained)
+        return RecommendedItem(
+            item=hit.item, score=hit.score, title=hit.title or None, codes=list(hit.codes), explored=explored, propensity=chances[place], explanation=explained
+        )
 
     return RecommendationAnswer(
         items=[item(place, hit) for place, hit in enumerate(mixed.items)],
         model=answer.pair.model,
         catalog=answer.pair.catalog,
-        variant=variant,
+        variant=side[0],
+        share=side[1],
         request_id=_request_id(),
         based_on="history" if answer.history_items else "unconditional",
         beam_width=answer.width,
@@ -358,7 +390,7 @@ def _answer(
         narrowed=answer.narrowed,
         history_items=answer.history_items,
         unknown_history_items=answer.unknown_history_items,
-        exact=answer.complete and not mixed.explored,
+        exact=answer.complete and all(hit.item in ranked for hit in mixed.items),
         short_reason=answer.short_reason,
         timing=Timing(queue_ms=passage.seconds("queue", "wait") * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
     )

@@ -79,7 +79,7 @@ class RecommendationRequest(Body):
     cursor: str | None = Field(
         default=None, min_length=1, max_length=64, description="The next page of a ranking. Only `n` may be given along; by default that of the page before"
     )
-    explore: bool = Field(default=True, description="Whether new items may take the places that this deployment gives them")
+    explore: bool = Field(default=True, description="Whether new items, or items drawn by chance, may take the places that this deployment gives them")
     source: Source | None = Field(
         default=None,
         description="Who ranks: `generator`, `retriever` (exact, needs no generator), `both` (their lists joined by place), or `auto`: the generator, and the "
@@ -120,7 +120,10 @@ class Explanation(Body):
 
 
 class RecommendedItem(Body):
-    """One item. ``score`` is its log-probability for ``source``, who gave it; ``codes`` its semantic id. ``explored``: it stands here because it is new."""
+    """One item. ``score`` is its log-probability for ``source``, who gave it; ``codes`` its semantic id. ``explored``: it stands here because it is new.
+
+    ``propensity`` is the chance with which it came to this place, given those before it and the variant; 1 where nothing was drawn, null where nobody knows.
+    """
 
     item: str
     score: float
@@ -128,6 +131,7 @@ class RecommendedItem(Body):
     codes: list[int]
     source: Literal["generator", "retriever"] = "generator"
     explored: bool = False
+    propensity: float | None = None
     explanation: Explanation | None = None
 
 
@@ -146,7 +150,7 @@ class RecommendationAnswer(Body):
     ``based_on`` is "unconditional" where no known history item was there to continue. ``exact`` says that no allowed item outside the list can score higher.
     ``source`` is who ranked; ``fallback`` says why that was the retriever although the generator should have. ``model`` is then the retriever, and
     ``beam_width`` 0. ``retriever`` is the model of the second source where both ranked.
-    ``variant`` is the side of a split that answered, null outside of one. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
+    ``variant`` is the side of a split that answered, null outside of one, and ``share`` what it has of the users. Exposures and feedback name the ``request_id``. ``cursor`` asks for the next page, where ``depth`` was given and there is one.
     """
 
     items: list[RecommendedItem]
@@ -156,6 +160,7 @@ class RecommendationAnswer(Body):
     fallback: str | None = None
     retriever: ArtifactRef | None = None
     variant: str | None = None
+    share: float | None = None
     cursor: str | None = None
     request_id: str
     based_on: str
@@ -170,11 +175,15 @@ class RecommendationAnswer(Body):
 
 
 class PromoteRequest(Body):
-    """Which model shall serve: a generator, or a retriever as second source. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate."""
+    """Which model shall serve: a generator, or a retriever as second source. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate.
+
+    With ``if_not_worse`` a generator is first compared with the live one on held-out users; the answer's ``judging`` is the job that decides.
+    """
 
     model: ArtifactRef
     catalog: ArtifactRef | None = None
     force: bool = False
+    if_not_worse: bool = Field(default=False, description="Only once a paired test shows that it loses no more than this deployment allows")
     reason: str = Field(default="", max_length=500)
 
 
@@ -240,6 +249,7 @@ class LiveAnswer(Body):
     error: str | None
     version: int
     previous: list[Pair]
+    judging: str | None = Field(default=None, description="Of a promotion `if_not_worse`: the job whose verdict it waits for")
 
 
 class CandidatesAnswer(Body):
@@ -249,6 +259,6 @@ class CandidatesAnswer(Body):
 
 
 class DecisionsAnswer(Body):
-    """Promotions, rollbacks and catalog extensions, oldest first."""
+    """Promotions, candidates that were held back, rollbacks, splits and catalog extensions, oldest first."""
 
     decisions: list[Decision]

@@ -16,27 +16,11 @@ from typing import Any, NamedTuple
 from pydantic import Field, ValidationError
 
 from semantide.services.serving.contract import Body, RecommendationAnswer, RecommendedItem
+from semantide.shared.bounded_values import BoundedValues
 from semantide.shared.broker import RedisError
 from semantide.shared.errors import BrokerUnavailable, NotFound
 
 _TOKEN_BYTES, _PLACE_BYTES = 12, 3
-
-# One step for the server: the ranking, its place in the order of those that are kept, and the sum of their bytes. The oldest go where the sum is too large; what
-# has expired is forgotten on the way.
-_KEEP = """
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
-redis.call('RPUSH', KEYS[2], #ARGV[1] .. ' ' .. KEYS[1])
-local sum, most = redis.call('INCRBY', KEYS[3], #ARGV[1]), tonumber(ARGV[3])
-while true do
-  local oldest = redis.call('LINDEX', KEYS[2], 0)
-  if not oldest then break end
-  local size, key = string.match(oldest, '^(%d+) (.*)$')
-  if sum <= most and redis.call('EXISTS', key) == 1 then break end
-  redis.call('LPOP', KEYS[2])
-  redis.call('DEL', key)
-  sum = redis.call('DECRBY', KEYS[3], size)
-end
-"""
 
 
 class Ranking(Body):
@@ -83,8 +67,7 @@ class Pages:
     """Rankings in the broker. Each is forgotten when no page of it was asked for during ``ttl_seconds``, or before, where all of them need ``max_bytes``."""
 
     def __init__(self, broker: Any, ttl_seconds: int, max_bytes: int, deployment: str = "default") -> None:
-        self._broker, self._ttl_seconds, self._max_bytes = broker, ttl_seconds, max_bytes
-        self._prefix, self._order, self._sum = (f"semantide:serving:{deployment}:page{part}" for part in (":", "s", "s:bytes"))
+        self._values, self._ttl_seconds = BoundedValues(broker, f"semantide:serving:{deployment}:page", ttl_seconds, max_bytes), ttl_seconds
 
     def keep(self, ranking: Ranking) -> bytes:
         """Keep a ranking; its token.
@@ -94,7 +77,7 @@ class Pages:
         token = secrets.token_bytes(_TOKEN_BYTES)
         packed = zlib.compress(ranking.model_dump_json(exclude_none=True).encode(), 1)
         try:
-            self._broker.eval(_KEEP, 3, self._key(token), self._order, self._sum, packed, self._ttl_seconds, self._max_bytes)
+            self._values.keep({token.hex(): packed})
         except RedisError as error:
             raise BrokerUnavailable(f"the ranking cannot be kept for later pages, the broker is away ({error}): try again, or leave `depth` out") from error
         return token
@@ -105,7 +88,7 @@ class Pages:
         Raises: NotFound, BrokerUnavailable.
         """
         try:
-            raw = self._broker.getex(self._key(token), ex=self._ttl_seconds)
+            raw = self._values.renew(token.hex())
         except RedisError as error:
             raise BrokerUnavailable(f"the ranking of this cursor cannot be read, the broker is away ({error}): try again") from error
         try:
@@ -116,6 +99,3 @@ class Pages:
                 f"the ranking of this `cursor` is no longer kept (it goes {self._ttl_seconds} s after its last page, or earlier where many are kept): "
                 "ask for a first page again, with `user` or `history` and `depth`"
             ) from error
-
-    def _key(self, token: bytes) -> str:
-        return self._prefix + token.hex()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from semantide.services.serving.buckets import Range, allocate, bucket, owner
-from semantide.shared.contracts import ArtifactRef, Contract, Identifier
+from semantide.shared.contracts import ArtifactRef, CandidateJudged, Contract, Identifier
 from semantide.shared.errors import Conflict, NotFound
 
 _PREVIOUS_KEPT = 10
@@ -60,7 +60,10 @@ class Split(Contract):
 
 
 class Candidate(Contract):
-    """A trained model that may be promoted. ``registered`` is in milliseconds since 1970; ``promoted`` says that its own job's wish was carried out."""
+    """A trained model that may be promoted. ``registered`` is in milliseconds since 1970; ``promoted`` says that its own job's wish was carried out.
+
+    ``judging`` is the evaluation that compares it with the live model, ``judged`` the last one that came to a verdict.
+    """
 
     model: ArtifactRef
     catalog: ArtifactRef
@@ -69,18 +72,27 @@ class Candidate(Contract):
     recipe: str = ""
     metrics: dict[str, Any] = Field(default={})
     promoted: bool = False
+    judging: str = ""
+    judged: str = ""
 
 
 class Decision(Contract):
-    """One change of what is live. ``time`` is in milliseconds since 1970; ``shares`` are those of a split, with the live pair's."""
+    """One change of what is live, or why there was none (``hold``: a candidate was not shown to be as good). ``time`` is in milliseconds since 1970; ``shares`` are those of a split, with the live pair's.
 
-    action: Literal["promote", "rollback", "extend", "split"]
+    Of a judged candidate ``evaluation`` is the job that judged it on ``cases`` users against ``against``, and ``figures`` has for each metric both means, their difference, its lower bound and the bound allowed.
+    """
+
+    action: Literal["promote", "rollback", "extend", "split", "hold"]
     model: ArtifactRef
     catalog: ArtifactRef
     time: int
     reason: str = ""
     forced: bool = False
     shares: dict[str, float] = Field(default={})
+    evaluation: str = ""
+    against: ArtifactRef | None = None
+    cases: int = 0
+    figures: dict[str, dict[str, float]] = Field(default={})
 
 
 class Following(Contract):
@@ -138,6 +150,34 @@ class RegistryState(Contract):
             return self if candidates == self.candidates else self._with(candidates=candidates)
         previous = (*self.previous, self.live)[-_PREVIOUS_KEPT:] if self.live else self.previous
         return self._decided("promote", pair, now_ms, reason, forced, previous=previous, candidates=candidates)
+
+    def judging(self, model: str, job_id: str) -> RegistryState:
+        """With an evaluation under way that decides on a candidate."""
+        return self._with(candidates=tuple(c.model_copy(update={"judging": job_id}) if c.model == model else c for c in self.candidates))
+
+    def judged(self, pair: Pair, verdict: CandidateJudged, now_ms: int) -> RegistryState:
+        """With a candidate live that was found to be not worse, or a note of why it is not; the same verdict twice changes nothing.
+
+        Raises: Conflict where another model than the one it was compared with is live.
+        """
+        known = self.candidate(pair.model)
+        if known is not None and known.judged == verdict.job_id:
+            return self
+        if self.live is not None and self.live.model not in (verdict.against, pair.model):
+            raise Conflict(f"{pair.model} was compared with {verdict.against}, and {self.live.model} is live: it has to be compared with that one")
+        said: dict[str, Any] = {"evaluation": verdict.job_id, "against": verdict.against, "cases": verdict.cases, "figures": verdict.figures}
+        noted = tuple(
+            c.model_copy(update={"judging": "", "judged": verdict.job_id, "promoted": c.promoted or verdict.not_worse}) if c.model == pair.model else c
+            for c in self.candidates
+        )
+        if not verdict.not_worse:
+            held = Decision(action="hold", model=pair.model, catalog=pair.catalog, time=now_ms, reason=verdict.reason, **said)
+            return self._with(candidates=noted, decisions=(*self.decisions, held)[-_DECISIONS_KEPT:])
+        if pair == self.live:
+            return self._with(candidates=noted)
+        previous = (*self.previous, self.live)[-_PREVIOUS_KEPT:] if self.live else self.previous
+        reason = f"not worse than the live model on {verdict.cases} held-out users"
+        return self._decided("promote", pair, now_ms, reason, False, said=said, previous=previous, candidates=noted)
 
     def rolled_back(self, now_ms: int, reason: str = "") -> RegistryState:
         """With the pair live that was live before.
@@ -209,7 +249,16 @@ class RegistryState(Contract):
         return self.model_copy(update={**changes, "version": self.version + 1})
 
     def _decided(
-        self, action: str, pair: Pair, now_ms: int, reason: str, forced: bool, *, shares: dict[str, float] | None = None, **changes: Any
+        self,
+        action: str,
+        pair: Pair,
+        now_ms: int,
+        reason: str,
+        forced: bool,
+        *,
+        shares: dict[str, float] | None = None,
+        said: dict[str, Any] | None = None,
+        **changes: Any,
     ) -> RegistryState:
         decision = Decision(
             action=action,  # type: ignore[arg-type]
@@ -219,6 +268,7 @@ class RegistryState(Contract):
             reason=reason,
             forced=forced,
             shares=shares or {},
+            **(said or {}),
         )
         return self._with(live=pair, decisions=(*self.decisions, decision)[-_DECISIONS_KEPT:], **changes)
 
@@ -281,6 +331,17 @@ class Registry:
     def promote(self, pair: Pair, *, reason: str = "", forced: bool = False) -> RegistryState:
         """Make a pair live. Load it first: the registry does not."""
         return self.change(lambda state: state.promoted(pair, self._now(), reason, forced))
+
+    def judging(self, model: str, job_id: str) -> RegistryState:
+        """Note the evaluation that decides on a candidate."""
+        return self.change(lambda state: state.judging(model, job_id))
+
+    def judged(self, pair: Pair, verdict: CandidateJudged) -> RegistryState:
+        """Carry out what an evaluation has found. Load a pair that may go live first: the registry does not.
+
+        Raises: Conflict where another model has gone live meanwhile.
+        """
+        return self.change(lambda state: state.judged(pair, verdict, self._now()))
 
     def rollback(self, reason: str = "") -> RegistryState:
         """Make the previous pair live again.

@@ -34,8 +34,10 @@ def retrieved_item(hit: Hit, bundle: Bundle | None) -> RecommendedItem:
     """One candidate, with what the catalog knows of it."""
     row = None if bundle is None else bundle.catalog.row_of.get(hit.item)
     if bundle is None or row is None:
-        return RecommendedItem(item=hit.item, score=hit.score, codes=[], source="retriever")
-    return RecommendedItem(item=hit.item, score=hit.score, title=bundle.titles[row] or None, codes=bundle.catalog.codes[row].tolist(), source="retriever")
+        return RecommendedItem(item=hit.item, score=hit.score, codes=[], source="retriever", propensity=1.0)
+    return RecommendedItem(
+        item=hit.item, score=hit.score, title=bundle.titles[row] or None, codes=bundle.catalog.codes[row].tolist(), source="retriever", propensity=1.0
+    )
 
 
 def retrieved_answer(found: Retrieved, bundle: Bundle | None, fallback: str | None, request_id: str, total: float) -> RecommendationAnswer:
@@ -69,5 +71,7 @@ def joined_answer(whole: RecommendationAnswer, second: Retrieved, bundle: Bundle
             items.append(first[name][1])
         else:
             items.append(retrieved_item(others[name][1], bundle))
+    if any(item.propensity != 1 for item in whole.items):
+        items = [item.model_copy(update={"propensity": None}) for item in items]  # draws moved the places of one list, and joining moved them again
     reason = whole.short_reason if len(items) < n else None
     return whole.model_copy(update={"items": items, "source": "both", "retriever": second.model, "exact": False, "short_reason": reason})

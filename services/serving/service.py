@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from semantide.services.serving.recommending import Asked, Events, Recommending
 from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
 from semantide.services.serving.retrieval import Asking, Retrieved, RetrieverWatch, TimedEvents
 from semantide.services.serving.scheduler import Scheduler
+from semantide.services.serving.shown import ShownNotes
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
 from semantide.services.serving.ticket import Passage
 from semantide.services.serving.variants import Choice, Lineup
@@ -37,6 +38,7 @@ from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, Corrupt, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.models.quantised import Weights
+from semantide.shared.shown_lists import ShownLists
 
 _POLL_SECONDS = 0.1
 _MOST_WORKERS = 4  # more of them wait for each other's Python
@@ -78,6 +80,7 @@ class Service:
         )
         self.availability = AvailabilityWatch(Availability(broker))
         self.pages = Pages(broker, settings.serving_cursor_seconds, settings.serving_cursor_bytes)
+        self.shown = ShownNotes(ShownLists(broker, settings.serving_shown_seconds, settings.serving_shown_bytes), settings.serving_shown_seconds > 0)
         self.pool = KVPool(settings.serving_kv_bytes)
         self.narrowing = Narrowing(settings.serving_narrowing_seconds)
         self.meters = Meters(self)
@@ -101,6 +104,7 @@ class Service:
             Poller("availability", _POLL_SECONDS, self.availability.poll),
             Poller("registry", _POLL_SECONDS, self.swapper.poll),
             Poller("retriever", _POLL_SECONDS, self.retrievers.poll),
+            Poller("shown", _POLL_SECONDS / 2, self.shown.flush),
         ]
 
     def start(self) -> None:
@@ -115,6 +119,8 @@ class Service:
         self.scheduler.stop()
         for poller in self._pollers:
             poller.stop()
+        with suppress(RedisError):
+            self.shown.flush()
 
     def ready(self) -> tuple[bool, str]:
         """Whether requests can be answered, and by whom; a stack that has no model yet counts as ready."""
@@ -187,6 +193,18 @@ class Service:
         state = self.registry.promote(pair, reason=reason, forced=force)
         self.swapper.poll()
         return state
+
+    def prepare(self, model: str, catalog: str | None, force: bool) -> Pair:
+        """Load and warm a generator that may go live later; nothing changes.
+
+        Raises: NotFound; Conflict for one that cannot be served, or is none.
+        """
+        if self._model_type(model) == "retriever":
+            raise Conflict(f"{model} is a retriever: `if_not_worse` compares generators; leave it out")
+        with _refusing(model):
+            pair = self._resolve(model, catalog, force)
+            self.swapper.prepare(pair)
+        return pair
 
     def divide(self, salt: str | None, wanted: Sequence[tuple[str, str, str | None, float]], force: bool, reason: str) -> RegistryState:
         """Load, warm and set variants (name, model, catalog, share) beside the live model; what cannot be loaded changes nothing.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from semantide.services.serving.bundle import read_header
-from semantide.services.serving.registry import Candidate, Following, Registry
+from semantide.services.serving.publishing import compare
+from semantide.services.serving.registry import Candidate, Following, Pair, Registry
 from semantide.services.serving.retrieval import LoadedRetriever
 from semantide.services.serving.service import load_and_warm
 from semantide.shared.catalog import Catalog, Lineages
-from semantide.shared.contracts import CatalogReady, ModelTrained, TablePublished
+from semantide.shared.contracts import CandidateJudged, CatalogReady, ModelTrained, TablePublished
 from semantide.shared.errors import Conflict, NotFound
+from semantide.shared.jobs import Jobs
 from semantide.shared.queues import handler
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
@@ -50,9 +52,28 @@ def keep_candidate(message: ModelTrained, room: Room) -> None:
     # A message may come twice; the second must not undo a rollback made in between.
     if message.promote and known is not None and not known.promoted:
         pair = registry.resolve(message.model, None)
+        wait = message.promote == "if-not-worse"
+        if wait and (known.judging or known.judged or compare(registry, pair, room.store, room.settings, Jobs(room.broker, room.queues).submit)):
+            return
         load_and_warm(room.store, pair)
         registry.promote(pair, reason=f"asked for by job {message.job_id}")
         logger("serving").info("model promoted", model=pair.model, catalog=pair.catalog, job=message.job_id)
+
+
+@handler(CandidateJudged)
+def decide(message: CandidateJudged, room: Room) -> None:
+    """Promote a candidate that is not worse than the live model; keep the figures either way. Where another model has gone live meanwhile, it is compared with that."""
+    registry = Registry(room.broker)
+    pair = Pair(model=message.model, catalog=registry.read().newest(message.catalog))
+    if message.not_worse:
+        load_and_warm(room.store, pair)
+    try:
+        state = registry.judged(pair, message)
+    except Conflict:
+        compare(registry, pair, room.store, room.settings, Jobs(room.broker, room.queues).submit)
+        return
+    live = state.live is not None and state.live.model == pair.model
+    logger("serving").info("candidate was judged", model=pair.model, live=live, job=message.job_id, reason=message.reason, figures=message.figures)
 
 
 @handler(TablePublished)

@@ -12,10 +12,11 @@ from semantide.shared.errors import NotFound
 
 @dataclass(frozen=True)
 class Choice:
-    """The bundle for a request; ``variant`` is its name where a split or the request itself chose it."""
+    """The bundle for a request; ``variant`` is its name where a split or the request itself chose it, ``share`` the part of the users that has it where the split did."""
 
     bundle: Bundle
     variant: str | None = None
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Lineup:
         if who is None or not self.split.variants:
             return Choice(self.live)
         name = self.split.assign(who)
+        share = self.split.shares[name]
         if name == LIVE:
-            return Choice(self.live, LIVE)
-        return Choice(self.bundles[name], name) if name in self.bundles else Choice(self.live)
+            return Choice(self.live, LIVE, share)
+        return Choice(self.bundles[name], name, share) if name in self.bundles else Choice(self.live)

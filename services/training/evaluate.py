@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,9 @@ from semantide.shared.metrics import RankingMetrics
 from semantide.shared.models.quantised import Weights
 
 Rows = npt.NDArray[np.integer]
+
+METRIC = re.compile(r"(hr|recall|ndcg|mrr)@([1-9][0-9]{0,3})")
+"""Figures that every case has of its own."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,17 @@ class EvaluateConfig:
     weights: Weights = "float32"
     """A shorter form of the generator's weights that is measured beside float32, as serving would use it."""
 
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Judge the input ``model`` against ``live``: for each metric, such as hr@50, the share of the live model's figure that may be lost."""
+    publish: bool = False
+    """With ``bounds``: tell serving, which promotes the model where it is not worse."""
+
     def __post_init__(self) -> None:
+        for metric, share in self.bounds.items():
+            if not METRIC.fullmatch(metric) or isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+                raise ValueError(f"bounds has {metric!r}: {share!r}: give metrics such as hr@50 or ndcg@50 with the share that may be lost, from 0 to below 1")
+        if self.publish and not self.bounds:
+            raise ValueError('publish is set without bounds: say what may be lost, as in {"hr@50": 0.02}')
         if not self.ks or any(isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 10_000 for k in self.ks):
             raise ValueError(f"ks is {list(self.ks)}: give list lengths from 1 to 10000, such as [1, 5, 10, 50]")
         if self.weights not in ("float32", "bfloat16", "int8"):
@@ -46,7 +60,7 @@ class EvaluateConfig:
 
         Raises: ValueError that names the field.
         """
-        known = [field.name for field in fields(cls)]
+        known = [known_field.name for known_field in fields(cls)]
         for name in changes:
             if name not in known:
                 raise ValueError(f"config field {name!r} is unknown: known are {', '.join(known)}")
@@ -55,6 +69,12 @@ class EvaluateConfig:
             if not isinstance(values["ks"], (list, tuple)):
                 raise ValueError(f"ks is {values['ks']!r}: give a list such as [1, 5, 10, 50]")
             values["ks"] = tuple(values["ks"])
+        if "bounds" in values and not isinstance(values["bounds"], dict):
+            raise ValueError(f'bounds is {values["bounds"]!r}: give an object such as {{"hr@50": 0.02}}')
+        if values.get("bounds"):
+            judged = {int(metric.rpartition("@")[2]) for metric in values["bounds"] if METRIC.fullmatch(metric)}
+            values["ks"] = tuple(sorted({*values.get("ks", (10,)), *judged}))
+            values["beam_width"] = max([values.get("beam_width", 50), *judged])
         return cls(**values)
 
 
@@ -96,9 +116,13 @@ def evaluate(
     exclude_seen: bool,
     cases_per_batch: int = 64,
     tick: Callable[[int, int], None] = lambda done, total: None,
+    own: dict[str, list[float]] | None = None,
 ) -> dict[str, float]:
-    """All metrics of a ranker; with ``exclude_seen`` no item of a history is recommended again."""
-    metrics = RankingMetrics(ks, num_items)
+    """All metrics of a ranker; with ``exclude_seen`` no item of a history is recommended again.
+
+    ``own`` is filled with each case's figures and its ``user``; the same cases come in the same order for every ranker.
+    """
+    metrics = RankingMetrics(ks, num_items, own=own)
     # Histories of one length share a batch, so that attention sees dense blocks.
     ordered = sorted(cases, key=lambda case: len(case.history))
     for begin in range(0, len(ordered), cases_per_batch):
@@ -106,4 +130,6 @@ def evaluate(
         lists = ranker.rank([case.history for case in batch], max(ks), exclude_seen, [case.times for case in batch], [case.actions for case in batch])
         metrics.add(lists, [case.targets for case in batch], [case.history for case in batch])
         tick(begin + len(batch), len(ordered))
+    if own is not None:
+        own["user"] = [case.user for case in ordered if len(case.targets)]
     return metrics.result()

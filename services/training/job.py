@@ -1,4 +1,4 @@
-"""Long work of this room: ``train`` a model, ``evaluate`` models side by side."""
+"""Long work of this room: ``train`` a model, ``align`` one with a reward model, ``evaluate`` models side by side."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 
+from semantide.services.training.alignment_job import align
 from semantide.services.training.batches import Sampler
-from semantide.services.training.evaluate import EvaluateConfig, cases_of, evaluate
+from semantide.services.training.evaluate import cases_of, evaluate
+from semantide.services.training.evaluation_job import evaluate_models
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
 from semantide.services.training.heartbeat import Heartbeat, Watch, beats_folder
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.item_tables import ItemTables
+from semantide.services.training.job_inputs import TOKENIZE_AGAIN as _TOKENIZE_AGAIN
+from semantide.services.training.job_inputs import input_of as _input
+from semantide.services.training.job_inputs import promotion_of
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
 from semantide.services.training.objective import NextItem, NextToken
-from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
+from semantide.services.training.rankers import GeneratorRanker, Ranker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
 from semantide.services.training.row_matching import rows_of
@@ -31,33 +36,30 @@ from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.allocator import keep_freed_memory, peak_memory_bytes
 from semantide.shared.catalog import Catalog
-from semantide.shared.contracts import ModelTrained, NegativesWanted
+from semantide.shared.contracts import ModelTrained, NegativesWanted, Promotion
 from semantide.shared.dataset import Dataset
-from semantide.shared.errors import BadData, Conflict
+from semantide.shared.errors import BadData
 from semantide.shared.event_actions import EventActions
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.popularity import Popularity
-from semantide.shared.models.quantised import Weights, shorten
-from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
-from semantide.shared.table_snapshots import SNAPSHOTS, TableSnapshot
+from semantide.shared.table_snapshots import SNAPSHOTS
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
-_COMPARED = ("baseline", "retriever", "model")  # inputs of an evaluation
 _CASES, _TABLE_CASES = 64, 1024  # users whose lists a validation makes at a time; of a table each time all rows are read
-_TOKENIZE_AGAIN = "tokenize this data set and use the catalog that comes out, or wait until new items have been spelled"
 
 
 def run(job: JobContext) -> JobOutcome:
     """Dispatch on the job's kind."""
     keep_freed_memory()
     try:
+        if job.spec.kind == "align":
+            return align(job, processes=int(os.environ.get("WORLD_SIZE") or 1))
         return train(job) if job.spec.kind == "train" else evaluate_models(job)
     except ValueError as error:
         raise BadData(f"job {job.id}: {error}") from error
@@ -69,11 +71,11 @@ def train(job: JobContext) -> JobOutcome:
     Raises: BadData for a wrong config, Conflict for a catalog without the data set's items, PermanentError when the loss is not a number.
     """
     changes = dict(job.spec.config)
-    promote = changes.pop("promote", False)
-    if not isinstance(promote, bool):
-        raise BadData(f"config promote is {promote!r}: give true or false")
+    promote = promotion_of(changes)
     processes = _processes(changes.pop("processes", job.settings.training_processes))
     config = recipe(job.spec.recipe or "small", changes)
+    if promote == "if-not-worse" and config.model_type != "generator":
+        raise BadData(f"config promote is 'if-not-worse' for a {config.model_type}: only generators are judged before they go live; give true or false")
     if processes > 1 and config.epochs and "RANK" not in os.environ:
         return _by_ranks(job, processes)
     # Longer than the watch waits: it knows which rank hangs.
@@ -122,7 +124,7 @@ class _Built:
     tables: ItemTables | None = None
 
 
-def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
+def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
     dataset = Dataset.load(job.store.get(_input(job, "dataset")))
     catalog = Catalog.load(job.store.get(_input(job, "catalog"))) if config.model_type == "generator" else None
     torch.manual_seed(job.spec.seed)
@@ -183,7 +185,9 @@ def _train(job: JobContext, config: TrainConfig, promote: bool, world: World, he
     publication = None
     if config.publish_every:
         card = _model_card(job, config, dataset, catalog, {})
-        publication = publication_of(job, config, dataset.item_ids, built.objective, world, card, promote, lambda step: store("base", {"steps": step}, {}))
+        publication = publication_of(
+            job, config, dataset.item_ids, built.objective, world, card, promote is True, lambda step: store("base", {"steps": step}, {})
+        )
     trainer = Trainer(
         config,
         built.objective,
@@ -232,78 +236,6 @@ def _model_card(job: JobContext, config: TrainConfig, dataset: Dataset, catalog:
     if catalog is not None:
         card |= {"tokenizer_digest": catalog.tokenizer_digest, "level_sizes": list(catalog.level_sizes), "item_id_levels": len(catalog.level_sizes)}
     return card
-
-
-def evaluate_models(job: JobContext) -> JobOutcome:
-    """Rank the held-out items by popularity, and by the models of the inputs ``baseline``, ``retriever`` and ``model``, with the seen filter off and on.
-
-    Raises: BadData for a wrong config, Conflict for a model of another catalog.
-    """
-    config = EvaluateConfig.of(dict(job.spec.config))
-    dataset = Dataset.load(job.store.get(_input(job, "dataset")))
-    looks = any("actions" in _card(job, job.spec.inputs[name]).get("config", {}).get("features", ()) for name in _COMPARED if name in job.spec.inputs)
-    events = EventActions.load(job.store.get(_input(job, "dataset"))) if looks else None
-    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E)
-    if not cases:
-        raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
-    rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
-    for name in _COMPARED:
-        if name in job.spec.inputs:
-            label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, events=events)
-            rankers[label if label not in rankers else f"{label} ({name})"] = ranker
-            if config.weights != "float32" and label == "generator":
-                rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights)[1]
-    kept = job.workdir / "rows.json"
-    rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
-    rankings = [(name, ranker, seen) for name, ranker in rankers.items() for seen in (False, True)]
-    for index, (name, ranker, seen) in enumerate(rankings):
-        if index < len(rows):
-            continue
-
-        def tick(done: int, total: int, index: int = index, name: str = name) -> None:
-            job.check_cancelled()
-            job.progress(index + done / total, len(rankings), "rankings", f"evaluating {name}")
-
-        figures = evaluate(ranker, cases, ks=config.ks, num_items=len(dataset.item_ids), exclude_seen=seen, tick=tick)
-        counts = {name: figures.pop(name) for name in ("cases", "repeat_share", "short_share")}
-        rows.append({"model": name, "exclude_seen": seen, "metrics": figures, **counts})
-        job.metric(index, **figures)
-        aside = kept.with_suffix(".incoming")
-        aside.write_text(json.dumps(rows))
-        aside.replace(kept)
-    result = {
-        "rows": rows,
-        "part": config.part,
-        "ks": list(config.ks),
-        "beam_width": config.beam_width,
-        "ranking": "full",
-        "users": len(cases),
-        "items": len(dataset.item_ids),
-    }
-    return JobOutcome({}, result)
-
-
-def load_ranker(
-    job: JobContext, dataset: Dataset, ref: str, beam_width: int, weights: Weights = "float32", events: EventActions | None = None
-) -> tuple[str, Ranker]:
-    """A stored model as a ranker of the data set's items, and its name; ``weights`` is the form that a generator's layers are kept in."""
-    folder, card = job.store.get(ref), _card(job, ref)
-    if card["model_type"] == "sasrec":
-        items = json.loads((folder / "items.json").read_text())
-        rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
-        return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(_device()), rows, card["max_items"])
-    if card["model_type"] == "retriever":
-        known = TableSnapshot.load(job.store.get, ref)
-        rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set")
-        retriever = Retriever.from_pretrained(folder).to(_device())
-        actions = None if events is None else events.among(retriever.config.actions)
-        return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"], model_actions=actions)
-    catalog_ref = job.spec.inputs.get("catalog") or card["catalog"]
-    catalog = Catalog.load(job.store.get(catalog_ref))
-    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
-    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
-    model = shorten(Generator.from_pretrained(folder).to(_device()), weights, time.perf_counter)
-    return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
 
 
 def _assemble(
@@ -394,18 +326,3 @@ def _checkpoint_folder(job: JobContext, said: str) -> Path:
 def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     short = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
     return torch.bfloat16 if short else torch.float32
-
-
-def _card(job: JobContext, ref: str) -> dict[str, Any]:
-    card: dict[str, Any] = json.loads((job.store.get(ref) / "semantide.json").read_text())
-    return card
-
-
-def _input(job: JobContext, name: str) -> str:
-    if name not in job.spec.inputs:
-        raise Conflict(f"a {job.spec.kind} job needs the input {name!r}: give inputs {{{name!r}: '{name}s/sha256-...'}}")
-    return job.spec.inputs[name]
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

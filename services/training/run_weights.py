@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from semantide.services.training.checkpoint import Deal
-from semantide.services.training.objective import Objective
 from semantide.services.training.optimiser import build_optimisers
 from semantide.services.training.recipes import TrainConfig
+
+
+class Trained(Protocol):
+    """What a run changes: a model whose parameters are trained in full, and tables by name."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Trained in full."""
+        ...
+
+    @property
+    def tables(self) -> Mapping[str, Any]:
+        """Of which a step touches some rows."""
+        ...
 
 
 class RunWeights:
     """What is trained, and what is kept of it."""
 
-    def __init__(self, objective: Objective, config: TrainConfig) -> None:
+    def __init__(self, objective: Trained, config: TrainConfig) -> None:
         self.tables = dict(sorted(objective.tables.items()))
         self.optimisers = build_optimisers(objective.model, config)
         self.names = [name for name, _ in objective.model.named_parameters()]

@@ -3,7 +3,8 @@
 Attention alone is slow to learn that an item does not come twice, or how often a group of items does: the rule is about every code of every history at once.
 Here each code's logit gets a learned factor times log(1 + n), n being the history's items that agree with the code and with the prefix before it. Data
 without repeats drives the last level's factors down, data with repeats up; at the first levels a factor says how much a taste persists.
-Legend: T places, B sequences, L levels, K codes of a level, I items of the histories, P pairs, R requests, B live beams of all requests while beams grow.
+Legend: T places, B sequences, L levels, K codes of a level, I items of the histories, P pairs, R requests, B live beams of all requests while beams grow,
+S targets.
 """
 
 from __future__ import annotations
@@ -46,6 +47,28 @@ def earlier_counts(codes_TL: Tensor, offsets_B1: Tensor, level: int, num_codes: 
     counts_TK = torch.zeros(len(keys_T), num_codes, device=codes_TL.device)
     counts_TK.view(-1).index_add_(0, later_P * num_codes + codes_TL[earlier_P, level], torch.ones(len(later_P), device=codes_TL.device))
     return counts_TK
+
+
+def shared_counts(codes_IL: Tensor, offsets_R1: Tensor, targets_SL: Tensor, histories_S: Tensor, items_S: Tensor, level: int, num_codes: int) -> Tensor:
+    """For every target, how many of the first ``items_S`` items of its history share its codes before ``level`` and have code k there.
+
+    Shapes: histories [I, L] packed by ``offsets_R1``, targets [S, L], ``histories_S`` the history of each -> [S, K], float32.
+    """
+    device, many = codes_IL.device, len(codes_IL)
+    history_I = torch.arange(len(offsets_R1) - 1, device=device).repeat_interleave(offsets_R1.diff())
+    keys = torch.cat([history_I, histories_S])
+    for before in range(level):
+        keys = torch.unique(torch.stack([keys, torch.cat([codes_IL[:, before], targets_SL[:, before]])]), dim=1, return_inverse=True)[1]
+    order_I = torch.argsort(keys[:many], stable=True)
+    sorted_I = keys[:many][order_I]
+    first_S = torch.searchsorted(sorted_I, keys[many:])
+    many_S = torch.searchsorted(sorted_I, keys[many:], right=True) - first_S
+    target_P = torch.arange(len(many_S), device=device).repeat_interleave(many_S)
+    item_P = order_I[torch.arange(len(target_P), device=device) + (first_S - many_S.cumsum(0) + many_S)[target_P]]
+    seen_P = item_P - offsets_R1[histories_S[target_P]] < items_S[target_P]
+    counts = torch.zeros(len(targets_SL) * num_codes, device=device)
+    places_P = target_P * num_codes + codes_IL[item_P, level]
+    return counts.index_add_(0, places_P, seen_P.to(counts.dtype)).view(-1, num_codes)
 
 
 def _pairs(keys_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,16 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import jobs, main, recommendations, rewards, variants
+from semantide.services.commandline import alignment, experiments, jobs, main, publishing, recommendations, rewards, simulation, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
+from semantide.services.serving.registry import Pair, Registry
 from semantide.services.tokenization import api as tokenization
 from semantide.shared import operations_api
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
+from semantide.shared.contracts import CandidateJudged, JobSpec
 from semantide.shared.errors import NotFound
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobOutcome, Jobs
@@ -29,7 +30,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (main, jobs, recommendations, rewards, variants):
+    for module in (alignment, experiments, main, jobs, publishing, recommendations, rewards, simulation, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -65,6 +66,65 @@ def test_a_jobs_report_is_written_as_a_page(client: Client, tmp_path: Path) -> N
     assert path.read_text().startswith("<!doctype html>") and job["id"] in path.read_text()
     assert invoke("report", job["id"], "-o", "-").output == path.read_text()
     assert invoke("report", "nope").exit_code != 0
+
+
+def test_an_experiment_without_requests_says_what_to_do(client: Client) -> None:
+    outcome = invoke("experiment", "--days", "3")
+    assert outcome.exit_code == 0 and "0 requests of 0 users" in outcome.output and "semantide variants set" in outcome.output.replace("\n", " ")
+    assert '"variants": []' in invoke("experiment", "--json").output
+    assert isinstance(invoke("experiment", "--before-days", "-1").exception, StackError)
+
+
+def test_decisions_show_figures_and_a_promotion_asks_for_what_is_there(client: Client, broker: Any) -> None:
+    model, against, catalog = (f"{kind}/sha256-{number:064x}" for kind, number in (("models", 1), ("models", 2), ("catalogs", 1)))
+    figures = {"hr@50": {"live": 0.2, "candidate": 0.1, "difference": -0.1, "low": -0.12, "bound": -0.004}}
+    verdict = CandidateJudged(job_id="evaluate-1", model=model, catalog=catalog, against=against, not_worse=False, reason="lost", cases=9, figures=figures)
+    registry = Registry(broker)
+    registry.promote(Pair(model=against, catalog=catalog), reason="first")
+    registry.judged(Pair(model=model, catalog=catalog), verdict)
+    output = invoke("decisions").output
+    assert "hold" in output and "hr@50 0.2000 to 0.1000 (-0.1200)" in output and "first" in output
+    assert isinstance(invoke("promote", "--model", model, "--if-not-worse").exception, StackError)
+
+
+def test_align_takes_the_newest_generator_and_reward_and_shows_what_became_of_them(
+    client: Client, broker: Any, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(invoke("align", "--no-wait").exception, NotFound)
+    store = ArtifactStore(settings.artifacts_root)
+
+    def put(kind: str, name: str, **inputs: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "semantide.json").write_text(f'{{"name": "{name}"}}')
+        return store.put(kind, tmp_path / name, inputs=inputs)
+
+    dataset, catalog, reward, judge = (put(kind, name) for kind, name in (("datasets", "d"), ("catalogs", "c"), ("rewards", "r"), ("rewards", "j")))
+    model = put("models", "m", dataset=dataset, catalog=catalog)
+    records = Jobs(broker)
+    for kind, made in (("train", {"model": model}), ("reward", {"reward": reward})):
+        records.end(records.submit(JobSpec(kind=kind)), "succeeded", outcome=JobOutcome(made))
+    outcome = invoke("align", "--judge", judge, "--if-not-worse", "--set", "steps=5", "--no-wait")
+    assert outcome.exit_code == 0, outcome.output
+    (job,) = client.get("/v1/jobs", kind="align")
+    assert job["spec"]["inputs"] == {"dataset": dataset, "catalog": catalog, "model": model, "reward": reward, "judge": judge}
+    assert job["spec"]["recipe"] == "grpo-sr" and job["spec"]["config"] == {"steps": 5, "promote": "if-not-worse"}
+    figures = {"hr@50": 0.25, "reward": 0.5}
+    result = {name: figures for name in ("valid_before", "valid_after", "test_before", "test_after")}
+    result |= {"stopped": "step 4: HR@50 fell", "kept_step": 2, "steps": 4, "skipped_groups": 7, "beam_width": 50, "exclude_seen": True}
+    monkeypatch.setattr(alignment, "run_job", lambda *arguments, **options: records.get(job["id"]).model_copy(update={"result": result}))
+    output = " ".join(invoke("align").output.split())
+    for text in ("stopped it at step 4: HR@50 fell", "the weights of step 2 of 4 are kept; 7 groups", "items that a user has seen are left out", "0.2500"):
+        assert text in output
+
+
+def test_simulated_people_write_a_log_and_visit_recommenders(tmp_path: Path) -> None:
+    small = ["--users", "20", "--items", "40", "--topics", "3", "--sessions", "2", "--form", "jsonl", "--seed", "3"]
+    outcome = invoke("simulate", str(tmp_path / "sim"), *small)
+    assert outcome.exit_code == 0 and "semantide ingest" in outcome.output and (tmp_path / "sim" / "interactions.jsonl").exists()
+    outcome = invoke("abtest", str(tmp_path / "sim"), "popular", "chance", "oracle", "--users", "10", "--visits", "1")
+    assert outcome.exit_code == 0 and all(name in outcome.output for name in ("popular", "chance", "oracle", "clicks a visit"))
+    assert '"base": "popular"' in invoke("abtest", str(tmp_path / "sim"), "popular", "--users", "4", "--visits", "1", "--json").output
+    assert isinstance(invoke("abtest", str(tmp_path), "popular").exception, ValueError)
 
 
 def test_recommend_sends_what_serving_takes(client: Client) -> None:

@@ -184,8 +184,21 @@ def test_a_new_item_can_be_recommended_without_training_and_trained_on(world: Wo
     assert "50.00%" in world.run("variants", "set", "other", "--model", live["model"], "--share", "0.5")
     answers = [world.recommend(user=f"user-{number}", n=3, depth=9) for number in range(20)]
     assert {(answer["variant"], answer["model"]) for answer in answers} == {("other", live["model"]), ("live", live["previous"][-1]["model"])}
+    now = int(time.time() * 1000)
+    seen = [(answer["request_id"], user, item["item"]) for user, answer in enumerate(answers) for item in answer["items"]]
+    events = [{"user": f"user-{user}", "item": item, "time": now, "action": "exposure", "request_id": request} for request, user, item in seen]
+    events += [{**event, "action": "click", "time": now + 1} for event in events[::6]]
+    world.client.post("/v1/interactions", {"interactions": events})
+    until(lambda: world.client.get("/v1/experiments")["requests"] == 20)
+    report = world.run("experiment")
+    assert "other" in report and "doubly robust" in report and "20 requests of 20 users" in report
     world.run("variants", "end")
     assert world.recommend(user="user-1")["variant"] is None
+    judging = world.client.promote(live["model"], if_not_worse=True)["judging"]
+    until(lambda: any(one["evaluation"] == judging for one in world.client.get("/v1/serving/decisions")["decisions"]), 120)
+    decision = world.client.get("/v1/serving/decisions")["decisions"][-1]
+    assert decision["action"] in ("promote", "hold") and decision["cases"] > 50 and set(decision["figures"]) == {"hr@50", "ndcg@50"}
+    assert decision["action"] in world.run("decisions")
     pages = [answers[0], *(world.recommend(cursor=answers[0]["cursor"]) for _ in range(2))]
     assert pages[1]["items"] == pages[2]["items"] and pages[1]["variant"] == answers[0]["variant"]
     output = world.run("recommend", "--cursor", pages[1]["cursor"], "--n", "2")

@@ -27,6 +27,8 @@ from semantide.shared.errors import BadData
 from semantide.shared.history import Histories
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
+from semantide.shared.simulator.log import Simulation
+from semantide.shared.simulator.users import SimulatorConfig
 
 T = int(time.time() * 1000) - 10_000_000
 
@@ -325,3 +327,16 @@ def test_a_file_changed_under_way_is_noticed(tmp_path: Path, start: Any, monkeyp
 def test_rejected_values_are_shown_as_they_stand_in_the_file(value: str | bytes) -> None:
     text = shown(value)
     assert not text.startswith(("b'", 'b"')) and text.isprintable()
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_simulated_log_comes_in_whole(tmp_path: Path, start: Any, settings: Any, form: str) -> None:
+    simulation = Simulation(SimulatorConfig(users=6, items=30, topics=3, sessions=2))
+    counts = simulation.write(tmp_path / "sim", form)
+    result = start(tmp_path / "sim").result
+    assert result["rejected"] == 0 and result["interactions"] == counts["exposures"] and result["items"] == 30
+    stored = {(row["page"], row["position"]): row for row in rows_of(settings)}
+    for row in simulation.log().to_pylist():
+        kept = stored.pop((row["page"], row["position"]))
+        assert {name: kept[name] or None for name in row} == {name: value or None for name, value in row.items()}
+    assert not stored

@@ -142,7 +142,7 @@ def test_bad_cursors_are_refused_by_name(server, world):
 
 def test_a_ranking_goes_when_no_page_was_asked_for(server, world, monkeypatch):
     broker = world.room.broker
-    monkeypatch.setattr(server.service.pages, "_ttl_seconds", 5000)
+    monkeypatch.setattr(server.service, "pages", Pages(broker, 5000, 1 << 20))
     cursor = ask(server, user="a", n=2, depth=20)["cursor"]
     (kept,) = broker.scan_iter("semantide:serving:*:page:*")
     assert 4000 < broker.ttl(kept) <= 5000
@@ -168,7 +168,7 @@ def test_rankings_never_need_more_of_the_broker_than_they_may(broker):
         items = [RecommendedItem(item=f"i{row}", score=-float(row), codes=[row]) for row in rng.integers(0, 10**6, int(rng.integers(1, 100))).tolist()]
         tokens.append(pages.keep(Ranking(answer=answer.model_copy(update={"items": items}), n=number + 1)))
         if number % 20 == 0:
-            broker.delete(pages._key(tokens[-1]))  # as if it had expired
+            broker.delete(f"semantide:serving:default:page:{tokens[-1].hex()}")  # as if it had expired
         kept = list(broker.scan_iter("semantide:serving:default:page:*"))
         assert sum(map(broker.strlen, kept)) <= int(broker.get("semantide:serving:default:pages:bytes")) <= 20_000
     assert 5 < len(kept) < 100 and pages.read(tokens[-1]).n == 200
@@ -183,6 +183,6 @@ def test_rankings_never_need_more_of_the_broker_than_they_may(broker):
 @pytest.mark.parametrize("kept", [b"damaged", zlib.compress(b"{}"), zlib.compress(b'{"unknown": 1}'), b""])
 def test_a_ranking_that_this_version_cannot_read_is_gone(server, world, kept):
     cursor = ask(server, user="a", n=2, depth=20)["cursor"]
-    world.room.broker.set(server.service.pages._key(read_cursor(cursor)[0]), kept)
+    world.room.broker.set(f"semantide:serving:default:page:{read_cursor(cursor)[0].hex()}", kept)
     response = server.recommend(cursor=cursor)
     assert response.status_code == 404 and "ask for a first page again" in response.text

@@ -49,6 +49,7 @@ def make_model(folder: Path, seed: int = 0, catalog_ref: str = "", digest: str =
     generator = Generator(GeneratorConfig(level_sizes, **{**small, **shape}))
     generator.save_pretrained(folder)
     header = {
+        "dataset": f"datasets/sha256-{0:064x}",
         "catalog": catalog_ref,
         "tokenizer_digest": digest,
         "level_sizes": list(level_sizes),

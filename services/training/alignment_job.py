@@ -1,0 +1,263 @@
+"""The ``align`` job: a generator that is trained already learns what users prefer.
+
+align {dataset, model, reward[, judge][, catalog]} -> {model}   ``config``: fields of AlignConfig, and ``promote``. ``judge`` is a second reward model, of other feedback or
+                                                                another seed: it is never optimised, and the guard looks at it. Without ``catalog`` the one that the
+                                                                model was trained for is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from semantide.services.training.aligner import Aligner, AlignState
+from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
+from semantide.services.training.evaluate import Case, cases_of
+from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
+from semantide.services.training.job_inputs import card_of, device, promotion_of
+from semantide.services.training.policy_terms import PolicyTerms
+from semantide.services.training.rankers import GeneratorRanker
+from semantide.services.training.rollout import Prompt, Prompts, RewardSource, Rollouter, checked, noise_of
+from semantide.services.training.row_matching import rows_of
+from semantide.services.training.trainer import Listener
+from semantide.shared.allocator import peak_memory_bytes
+from semantide.shared.catalog import Catalog
+from semantide.shared.contracts import ModelTrained
+from semantide.shared.dataset import Dataset, Part
+from semantide.shared.decoding.sampling import free_beams, spelled_rows
+from semantide.shared.decoding.search_trie import SearchTrie
+from semantide.shared.errors import BadData, Conflict
+from semantide.shared.event_actions import EventActions
+from semantide.shared.jobs import JobContext, JobOutcome
+from semantide.shared.models.generator import Generator
+from semantide.shared.models.preference import PreferenceModel
+from semantide.shared.models.reward_scorer import RewardScorer
+from semantide.shared.rollout_scores import QueuedScorer
+from semantide.shared.rollouts import Rollouts, Scorer, Scores
+
+_PROBES, _TOGETHER = 31, 64  # purpose of random numbers; prompts that are probed at a time
+_TOKENIZE_AGAIN = "take the data set and the catalog that the model was trained for"
+
+LoadScorer = Callable[[str], Scorer]
+
+
+@dataclass(frozen=True)
+class _World:
+    """What an alignment stands on."""
+
+    dataset: Dataset
+    catalog: Catalog
+    generator: Generator
+    trie: SearchTrie
+    rows: np.ndarray
+    rollouter: Rollouter
+    max_items: int
+
+
+def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int = 1) -> JobOutcome:
+    """Align the model of the inputs and store it with what the run saw; where nothing that was tested is better, the start comes back as it was.
+
+    ``load_scorer`` reads a reward model into this process; left out, the reward room's.
+    Raises: BadData for a wrong config or inputs, Conflict when model, catalog, reward model and data set do not belong together, JobCancelled.
+    """
+    changes = dict(job.spec.config)
+    promote = promotion_of(changes)
+    config = align_recipe(job.spec.recipe or "grpo-sr", changes)
+    if processes > 1:
+        raise BadData(f"this align job was given {processes} processes: it runs in one, ask the cluster for one pod")
+    inputs = dict(job.spec.inputs)
+    for name in ("dataset", "model", "reward"):
+        if name not in inputs:
+            raise Conflict(f"an align job needs the input {name!r}: give inputs {{{name!r}: '{name}s/sha256-...'}}")
+    if inputs.get("judge") == inputs["reward"]:
+        raise BadData(
+            "judge and reward are the same artifact: an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
+        )
+    card = card_of(job, inputs["model"])
+    if card["model_type"] != "generator":
+        raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
+    world = _world(job, config, card, inputs)
+    load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
+    reward = _reward(job, inputs["reward"], load)
+    judge = load(inputs["judge"]) if "judge" in inputs else None
+    counts_N = np.bincount(np.concatenate([np.zeros(0, np.int64), *world.dataset.train_histories()]).astype(np.int64), minlength=len(world.dataset.item_ids))
+    test = _test(job, config, world, counts_N, "valid", reward, judge)
+    popularity_N = np.zeros(len(world.catalog))
+    popularity_N[world.rows] = popularity_percentiles(counts_N)
+    listener = Listener(
+        time.monotonic,
+        progress=job.progress,
+        metric=lambda step, values: job.metric(step, **values),
+        check_cancelled=job.check_cancelled,
+        memory_bytes=lambda: peak_memory_bytes(world.generator.head_VD.device),
+    )
+    terms = PolicyTerms(world.trie, torch.from_numpy(world.generator.vocabulary.item_tokens(world.catalog.codes)).to(world.trie.device), config.temperature)
+    aligner = Aligner(
+        config,
+        world.generator,
+        world.rollouter,
+        Prompts(world.dataset, config, job.spec.seed),
+        terms,
+        reward,
+        test,
+        listener,
+        job.workdir / "checkpoints",
+        seed=job.spec.seed,
+        popularity_N=popularity_N,
+        reward_name=inputs["reward"],
+        identity=json.dumps(inputs, sort_keys=True),
+    )
+    final = _test(job, config, world, counts_N, "test", reward, judge)
+    before = _kept(job, "before", final)
+    state = aligner.run()
+    after = final().figures if state.best_step else before
+    result = _result(config, state, before, after)
+    # How much the room took off this run is no part of what came out: a run that was cut off makes the same model.
+    told = {**result, "scored_by_room": reward.from_room, "scored_here": reward.scored_here}
+    if not state.best_step:
+        job.discard(job.workdir / "checkpoints")
+        return JobOutcome({"model": inputs["model"]}, told)
+    folder = job.workdir / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    world.generator.save_pretrained(folder)
+    own = {
+        **card,
+        "recipe": config.recipe,
+        "alignment": asdict(config),
+        "aligned_from": inputs["model"],
+        "reward": inputs["reward"],
+        "judge": inputs.get("judge"),
+    }
+    own["metrics"] = {**card.get("metrics", {}), "alignment": result}
+    (folder / "semantide.json").write_text(json.dumps(own, indent=1, sort_keys=True) + "\n")
+    (folder / "alignment.json").write_text(json.dumps({"tests": state.tests}) + "\n")
+    catalog = inputs.get("catalog") or card["catalog"]
+    ref = job.store.put("models", folder, config=asdict(config), inputs={**inputs, "catalog": catalog}, seed=job.spec.seed)
+    job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=False if state.stopped else promote))
+    for name in ("checkpoints", "model"):
+        job.discard(job.workdir / name)
+    return JobOutcome({"model": ref}, told)
+
+
+def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: dict[str, str]) -> _World:
+    dataset = Dataset.load(job.store.get(inputs["dataset"]))
+    catalog_ref = inputs.get("catalog") or card["catalog"]
+    catalog = Catalog.load(job.store.get(catalog_ref))
+    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
+    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
+    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device())
+    trie = SearchTrie.build(catalog.trie, device())
+    tokens_NL = generator.vocabulary.item_tokens(catalog.codes)
+    try:
+        events = EventActions.load(job.store.get(inputs["dataset"]))
+    except Conflict:
+        events = None  # of a data set that does not say what was done
+    max_items = int(card["max_items"])
+    rollouter = Rollouter(generator, trie, tokens_NL, rows, dataset, inputs["dataset"], config, max_items, events)
+    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items)
+
+
+def _reward(job: JobContext, ref: str, load_scorer: LoadScorer) -> QueuedScorer:
+    return QueuedScorer(
+        ref, job.store, job.broker, job.send, lambda: load_scorer(ref), clock=time.time, pause=time.sleep, wait_seconds=job.settings.reward_wait_seconds
+    )
+
+
+def _test(
+    job: JobContext, config: AlignConfig, world: _World, counts_N: np.ndarray, part: Part, reward: RewardSource, judge: Scorer | None
+) -> Callable[[], HeldOut]:
+    """The held-out test of one part, the same users and noise each time."""
+    cases = cases_of(world.dataset, part, config.held_out_users, job.spec.seed)
+    if len(cases) < 2:
+        raise BadData(
+            f"the data set has {len(cases)} users with something to predict in part {part!r}, too few to tell better from worse: take another split, or more data"
+        )
+
+    def tick(done: int, total: int) -> None:
+        job.check_cancelled()
+        job.progress(done, total, "users", "testing")
+
+    ranker = GeneratorRanker(world.generator, world.catalog.trie, world.catalog.codes, world.rows, world.max_items, config.beam_width)
+    probe = Probe(config, world.generator, world.trie, world.rollouter, cases[: config.probes], job.spec.seed, reward, judge, job.spec.inputs["reward"])
+    return HeldOutTest(ranker, cases, counts_N, exclude_seen=config.exclude_seen, judge=probe.judged, tick=tick).run
+
+
+class Probe:
+    """Lets the policy roll out for some held-out users, with the same noise each time, and asks both reward models what that is worth."""
+
+    def __init__(
+        self,
+        config: AlignConfig,
+        generator: Generator,
+        trie: SearchTrie,
+        rollouter: Rollouter,
+        cases: list[Case],
+        seed: int,
+        reward: RewardSource,
+        judge: Scorer | None,
+        reward_name: str,
+    ) -> None:
+        self._config, self._generator, self._trie, self._rollouter, self._seed = config, generator, trie, rollouter, seed
+        self._prompts = [Prompt(case.user, len(case.history)) for case in cases]
+        self._reward, self._judge, self._name = reward, judge, reward_name
+
+    def judged(self) -> Judged:
+        """Mean rewards of each user's rollouts as the policy is now; known positives count as anything else."""
+        rewards, judgements, gates, invalid = [], [], [], []
+        for begin in range(0, len(self._prompts), _TOGETHER):
+            prompts = self._prompts[begin : begin + _TOGETHER]
+            drawn = self._rollouter.draw(prompts, noise_of(self._seed, _PROBES, begin))
+            scores = checked(self._reward.take(self._reward.ask(drawn.rollouts)), drawn.rollouts, self._name)
+            rewards.append(self._means(scores, drawn.rollouts))
+            gates.append((scores.gate_BG & scores.valid_BG)[drawn.rollouts.items_BG >= 0])
+            if self._judge is not None:
+                judgements.append(self._means(self._judge.score(drawn.rollouts), drawn.rollouts))
+            codes = free_beams(
+                self._rollouter.decoder, self._generator.config.level_sizes, drawn.tokens.values, drawn.tokens.offsets_B1, self._config.beam_width
+            )
+            invalid.append((spelled_rows(self._trie, codes) < 0).float().mean(1).cpu().numpy())
+        return Judged(
+            np.concatenate(rewards),
+            np.concatenate(judgements) if judgements else None,
+            float(np.concatenate(invalid).mean()),
+            float(np.concatenate(gates).mean()),
+        )
+
+    def _means(self, scores: Scores, rollouts: Rollouts) -> np.ndarray:
+        present = rollouts.items_BG >= 0
+        opened = scores.gate_BG & scores.valid_BG if self._config.gate else scores.valid_BG
+        values = np.where(opened & present, scores.preference_BG, 0.0)
+        return np.asarray(values.sum(1) / np.maximum(present.sum(1), 1), dtype=np.float64)
+
+
+def _kept(job: JobContext, name: str, test: Callable[[], HeldOut]) -> dict[str, float]:
+    """The figures of a test that was made before the run was cut off, or made now."""
+    path = job.workdir / f"{name}.json"
+    if not path.exists():
+        aside = path.with_suffix(".incoming")
+        aside.write_text(json.dumps(test().figures))
+        aside.replace(path)
+    figures: dict[str, float] = json.loads(path.read_text())
+    return figures
+
+
+def _result(config: AlignConfig, state: AlignState, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    return {
+        "steps": state.step,
+        "kept_step": state.best_step,
+        "stopped": state.stopped,
+        "valid_before": state.tests[0],
+        "valid_after": next(row for row in state.tests if row["step"] == state.best_step),
+        "test_before": before,
+        "test_after": after,
+        "skipped_groups": state.skipped,
+        "exclude_seen": config.exclude_seen,
+        "beam_width": config.beam_width,
+    }

@@ -1,0 +1,187 @@
+"""The ``evaluate`` job: models side by side on held-out users, or a candidate against the live model.
+
+evaluate {dataset, model[, catalog][, baseline][, retriever]} -> {evaluation}    a table, and every user's own figures
+evaluate {dataset, model, live[, catalog][, live_catalog]} -> {evaluation}       with config ``bounds``: whether the candidate is not worse; with ``publish`` serving is told, and promotes it where so
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from semantide.services.training.evaluate import Case, EvaluateConfig, cases_of, evaluate
+from semantide.services.training.job_inputs import TOKENIZE_AGAIN, card_of, device, input_of
+from semantide.services.training.judgement import Judgement, judge
+from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
+from semantide.services.training.row_matching import rows_of
+from semantide.shared.catalog import Catalog
+from semantide.shared.contracts import CandidateJudged
+from semantide.shared.dataset import Dataset
+from semantide.shared.errors import BadData, Conflict
+from semantide.shared.event_actions import EventActions
+from semantide.shared.jobs import JobContext, JobOutcome
+from semantide.shared.models.generator import Generator
+from semantide.shared.models.popularity import Popularity
+from semantide.shared.models.quantised import Weights, shorten
+from semantide.shared.models.retriever import Retriever
+from semantide.shared.models.sasrec import SASRec
+from semantide.shared.table_snapshots import TableSnapshot
+
+_COMPARED = ("baseline", "retriever", "live", "model")  # inputs of an evaluation
+
+
+def evaluate_models(job: JobContext) -> JobOutcome:
+    """Rank the held-out items by popularity, and by the models of the inputs ``baseline``, ``retriever``, ``live`` and ``model``, with the seen filter off and on.
+
+    With ``bounds`` only the live model and the candidate rank, with the filter off.
+
+    Raises: BadData for a wrong config, Conflict for a model of another catalog.
+    """
+    config = EvaluateConfig.of(dict(job.spec.config))
+    dataset = Dataset.load(job.store.get(input_of(job, "dataset")))
+    looks = any("actions" in card_of(job, job.spec.inputs[name]).get("config", {}).get("features", ()) for name in _COMPARED if name in job.spec.inputs)
+    events = EventActions.load(job.store.get(input_of(job, "dataset"))) if looks else None
+    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E)
+    if not cases:
+        raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
+    table = _Table(job, config, dataset, cases)
+    if config.bounds:
+        pair = {name: input_of(job, name) for name in ("live", "model")}
+        try:
+            rankers = {name: load_ranker(job, dataset, ref, config.beam_width, events=events, name=name)[1] for name, ref in pair.items()}
+        except Conflict as error:
+            return _judged(job, config, table, Judgement(False, f"the two cannot be compared: {error}"))
+        rows = table.filled([(name, ranker, False) for name, ranker in rankers.items()])
+        return _judged(job, config, table, judge(table.figures(1), table.figures(0), config.bounds), rows)
+    return table.outcome(table.filled([(name, ranker, seen) for name, ranker in _side_by_side(job, config, dataset, events).items() for seen in (False, True)]))
+
+
+def _side_by_side(job: JobContext, config: EvaluateConfig, dataset: Dataset, events: EventActions | None) -> dict[str, Ranker]:
+    rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
+    for name in _COMPARED:
+        if name in job.spec.inputs:
+            label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, events=events, name=name)
+            rankers[label if label not in rankers else f"{label} ({name})"] = ranker
+            if config.weights != "float32" and label == "generator":
+                rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights, name=name)[1]
+    return rankers
+
+
+def _judged(job: JobContext, config: EvaluateConfig, table: _Table, found: Judgement, rows: list[dict[str, Any]] | None = None) -> JobOutcome:
+    """Tell serving what came out, where it waits for that."""
+    outcome = table.outcome(rows or [], judgement=found.as_dict())
+    if config.publish:
+        model = input_of(job, "model")
+        job.send(
+            CandidateJudged(
+                job_id=job.id,
+                model=model,
+                catalog=job.spec.inputs.get("catalog") or card_of(job, model)["catalog"],
+                against=input_of(job, "live"),
+                not_worse=found.not_worse,
+                reason=found.reason,
+                cases=found.cases,
+                figures={name: dict(figures) for name, figures in found.figures.items()},
+            )
+        )
+    return outcome
+
+
+class _Table:
+    """Figures of rankings one after another; what a killed evaluation had finished is not computed again."""
+
+    def __init__(self, job: JobContext, config: EvaluateConfig, dataset: Dataset, cases: list[Case]) -> None:
+        self._job, self._config, self._dataset, self._cases = job, config, dataset, cases
+
+    def filled(self, rankings: list[tuple[str, Ranker, bool]]) -> list[dict[str, Any]]:
+        """A row for each ranking (name, ranker, seen filter)."""
+        job, kept = self._job, self._job.workdir / "rows.json"
+        rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
+        for index, (name, ranker, seen) in enumerate(rankings):
+            if index < len(rows):
+                continue
+
+            def tick(done: int, total: int, index: int = index, name: str = name) -> None:
+                job.check_cancelled()
+                job.progress(index + done / total, len(rankings), "rankings", f"evaluating {name}")
+
+            own: dict[str, list[float]] = {}
+            figures = evaluate(ranker, self._cases, ks=self._config.ks, num_items=len(self._dataset.item_ids), exclude_seen=seen, tick=tick, own=own)
+            counts = {name: figures.pop(name) for name in ("cases", "repeat_share", "short_share")}
+            rows.append({"model": name, "exclude_seen": seen, "metrics": figures, **counts})
+            job.metric(index, **figures)
+            users = [self._dataset.user_ids[int(user)] for user in own.pop("user")]
+            columns = {"user": pa.array(users, pa.string()), "ranking": pa.array([index] * len(users), pa.int32())}
+            columns |= {metric: pa.array(values, pa.float32()) for metric, values in own.items()}
+            _replaced(self._file(index), lambda path, columns=columns: pq.write_table(pa.table(columns), path))
+            _replaced(kept, lambda path: path.write_text(json.dumps(rows)))
+        return rows
+
+    def figures(self, index: int) -> Mapping[str, Any]:
+        """Every user's own figures of a ranking, the users in one order for all of them."""
+        table = pq.read_table(self._file(index)).drop_columns(["user", "ranking"])
+        return {name: table[name].to_numpy().astype("float64") for name in table.column_names}
+
+    def outcome(self, rows: list[dict[str, Any]], **more: Any) -> JobOutcome:
+        """The table as a result, and with every user's own figures as an artifact."""
+        result = {
+            "rows": rows,
+            "part": self._config.part,
+            "ks": list(self._config.ks),
+            "beam_width": self._config.beam_width,
+            "ranking": "full",
+            "users": len(self._cases),
+            "items": len(self._dataset.item_ids),
+            **more,
+        }
+        folder = self._job.workdir / "evaluation"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "evaluation.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+        files = [self._file(index) for index in range(len(rows)) if self._file(index).exists()]
+        if files:
+            pq.write_table(pa.concat_tables([pq.read_table(path) for path in files]), folder / "cases.parquet", compression="zstd")
+        ref = self._job.store.put("evaluations", folder, config=self._job.spec.config, inputs=self._job.spec.inputs, seed=self._job.spec.seed)
+        return JobOutcome({"evaluation": ref}, result)
+
+    def _file(self, index: int) -> Path:
+        return self._job.workdir / f"cases-{index}.parquet"
+
+
+def _replaced(path: Path, write: Any) -> None:
+    aside = path.with_suffix(".incoming")
+    write(aside)
+    aside.replace(path)
+
+
+def load_ranker(
+    job: JobContext, dataset: Dataset, ref: str, beam_width: int, weights: Weights = "float32", events: EventActions | None = None, name: str = "model"
+) -> tuple[str, Ranker]:
+    """A stored model as a ranker of the data set's items, and its name; ``weights`` is the form that a generator's layers are kept in.
+
+    ``name`` is the input that it came as: the live model has a catalog of its own.
+    """
+    folder, card = job.store.get(ref), card_of(job, ref)
+    if card["model_type"] == "sasrec":
+        items = json.loads((folder / "items.json").read_text())
+        rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
+        return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(device()), rows, card["max_items"])
+    if card["model_type"] == "retriever":
+        known = TableSnapshot.load(job.store.get, ref)
+        rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set")
+        retriever = Retriever.from_pretrained(folder).to(device())
+        actions = None if events is None else events.among(retriever.config.actions)
+        return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"], model_actions=actions)
+    catalog_ref = job.spec.inputs.get("live_catalog" if name == "live" else "catalog") or card["catalog"]
+    catalog = Catalog.load(job.store.get(catalog_ref))
+    catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
+    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", TOKENIZE_AGAIN)
+    model = shorten(Generator.from_pretrained(folder).to(device()), weights, time.perf_counter)
+    return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)

@@ -1,0 +1,209 @@
+"""Rollouts of an alignment: which prompts a step has, what the policy draws for them, and what the reward model says.
+
+A step's prompts and its noise are functions of seed and step, so a run that goes on from a checkpoint draws what it would have drawn.
+Legend: P places of all training histories, R prompts of a step, G rollouts of a prompt, L levels, N items of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from semantide.services.training.alignment_recipes import AlignConfig
+from semantide.services.training.row_matching import inverse
+from semantide.shared.dataset import Dataset
+from semantide.shared.decoding.sampling import Groups, Sampling, sample_groups
+from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
+from semantide.shared.errors import BadData, PermanentError
+from semantide.shared.event_actions import EventActions
+from semantide.shared.jagged import Jagged
+from semantide.shared.models.generator import Generator
+from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.rollouts import Rollouts, Scorer, Scores, rollouts_of
+
+IntArray = npt.NDArray[np.int64]
+
+
+class RewardSource(Protocol):
+    """A scorer that may be asked ahead of time, such as ``QueuedScorer``."""
+
+    def ask(self, rollouts: Rollouts) -> Any:
+        """Put rollouts on their way."""
+        ...
+
+    def take(self, asked: Any) -> Scores:
+        """Their scores; waits until they are there."""
+        ...
+
+
+class ScoredHere:
+    """A scorer of this process, which is asked when its answer is taken."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    def ask(self, rollouts: Rollouts) -> Rollouts:
+        """See ``RewardSource``."""
+        return rollouts
+
+    def take(self, asked: Rollouts) -> Scores:
+        """See ``RewardSource``."""
+        return self._scorer.score(asked)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One history as a rollout begins after it; ``end`` is how many of the user's events it has."""
+
+    user: int
+    end: int
+
+
+class Prompts:
+    """Places of training histories, an epoch of them in a drawn order, then the next."""
+
+    def __init__(self, dataset: Dataset, config: AlignConfig, seed: int) -> None:
+        """Raises: BadData for a data set without two training events of any user."""
+        ends = np.maximum(dataset.train_end.astype(np.int64) - 1, 0)
+        self._users_P = np.repeat(np.arange(len(ends)), ends)
+        self._ends_P = np.arange(len(self._users_P)) - np.repeat(np.cumsum(ends) - ends, ends) + 1
+        if not len(self._users_P):
+            raise BadData("no user of the data set has two training events, so nothing is known to come after any history: import more data")
+        self._many, self._seed = config.prompts, seed
+        self._order = lru_cache(maxsize=2)(self._drawn)
+
+    def __len__(self) -> int:
+        return len(self._users_P)
+
+    def at(self, step: int) -> list[Prompt]:
+        """The prompts of a step."""
+        numbers = step * self._many + np.arange(self._many)
+        places = [int(self._order(int(number) // len(self))[int(number) % len(self)]) for number in numbers]
+        return [Prompt(int(self._users_P[place]), int(self._ends_P[place])) for place in places]
+
+    def _drawn(self, epoch: int) -> IntArray:
+        return np.random.default_rng([self._seed, 11, epoch]).permutation(len(self))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The rollouts of some prompts: what the policy drew, and what the reward model was or will be asked.
+
+    Shapes: ``rows_RG`` catalog rows, -1 for none; ``log_probs_RGL`` of the policy that drew; ``tokens`` the prompts as it read them.
+    """
+
+    prompts: Sequence[Prompt]
+    tokens: Jagged
+    rules: ItemFilter | None
+    rows_RG: Tensor
+    log_probs_RGL: Tensor
+    rollouts: Rollouts
+
+
+class Rollouter:
+    """Draws groups with the decoding engine that serves, from the generator as it is at that moment."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        trie: SearchTrie,
+        item_tokens_NL: IntArray,
+        catalog_rows: IntArray,
+        dataset: Dataset,
+        dataset_ref: str,
+        config: AlignConfig,
+        max_items: int,
+        events: EventActions | None = None,
+    ) -> None:
+        """``item_tokens_NL`` and ``trie`` are the catalog's; ``catalog_rows`` [N] gives the catalog's row of each item of the data set, ``max_items`` the longest
+        history that the generator reads."""
+        self.decoder, self._trie, self._dataset, self._ref = GeneratorDecoder(generator), trie, dataset, dataset_ref
+        self._generator, self._config, self._max_items, self._events = generator, config, max_items, events
+        self._tokens_NL, self._catalog_rows = item_tokens_NL, catalog_rows
+        self._item_of = inverse(catalog_rows, len(trie))
+        self._mask = trie.prefix_counts(self._item_of >= 0)
+        self._everything = bool((self._item_of >= 0).all())
+
+    def draw(self, prompts: Sequence[Prompt], noise: torch.Generator, sampling: Sampling | None = None) -> Drawn:
+        """Groups for some prompts."""
+        tokens, rules = self.tokens(prompts), self.rules(prompts)
+        training = self._generator.training
+        self._generator.eval()
+        groups = sample_groups(self.decoder, self._trie, tokens.values, tokens.offsets_B1, sampling or self._config.sampling, noise, node_filter=rules)
+        self._generator.train(training)
+        return self.drawn(prompts, groups)
+
+    def drawn(self, prompts: Sequence[Prompt], groups: Groups) -> Drawn:
+        """What was drawn for some prompts, now or by an earlier process."""
+        rows_RG = groups.rows_RG.clone()
+        own = rows_RG.cpu().numpy()
+        items_RG = np.where(own >= 0, self._item_of[own], -1)
+        return Drawn(prompts, self.tokens(prompts), self.rules(prompts), rows_RG, groups.log_probs_RGL.clone(), self._packed(prompts, items_RG))
+
+    def tokens(self, prompts: Sequence[Prompt]) -> Jagged:
+        """The prompts as the generator reads them."""
+        vocabulary = self._generator.vocabulary
+        windows = (history_window(self._catalog_rows[self._history(prompt)], self._max_items) for prompt in prompts)
+        return Jagged.from_sequences(vocabulary.history_tokens(self._tokens_NL[window]) for window in windows).to(self._trie.device)
+
+    def rules(self, prompts: Sequence[Prompt]) -> ItemFilter | None:
+        """What the policy must not draw: items that the data set does not have, and with ``exclude_seen`` those of the history."""
+        if not self._config.exclude_seen and self._everything:
+            return None
+        seen: list[IntArray | list[int]] = [self._catalog_rows[self._history(prompt)] if self._config.exclude_seen else [] for prompt in prompts]
+        return ItemFilter.build(self._trie, [self._mask], [0] * len(prompts), seen)
+
+    def positives(self, prompts: Sequence[Prompt]) -> list[IntArray]:
+        """Catalog rows of what is known to have come next, each once."""
+        many = self._config.positives
+        ahead = []
+        for prompt in prompts:
+            last = min(prompt.end + many, int(self._dataset.train_end[prompt.user]))
+            ahead.append(np.unique(self._catalog_rows[self._dataset.history(prompt.user)[prompt.end : last]]))
+        return ahead
+
+    def _history(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        return self._dataset.history(prompt.user)[: prompt.end]
+
+    def _packed(self, prompts: Sequence[Prompt], items_RG: IntArray) -> Rollouts:
+        longest, histories, times, actions = self._config.history_events, [], [], []
+        for prompt in prompts:
+            first = int(self._dataset.offsets[prompt.user]) + max(0, prompt.end - longest)
+            span = slice(first, int(self._dataset.offsets[prompt.user]) + prompt.end)
+            histories.append(self._dataset.items[span].astype(np.int64))
+            times.append(self._dataset.times[span])
+            if self._events is not None:
+                actions.append(self._events.numbers_E[span].astype(np.int64))
+        names = () if self._events is None else self._events.names
+        return rollouts_of(self._ref, [prompt.user for prompt in prompts], histories, times, items_RG, actions, names)
+
+
+def checked(scores: Scores, rollouts: Rollouts, reward: str) -> Scores:
+    """Scores that can be learned from.
+
+    Raises: PermanentError for numbers that are none, or outside [0, 1].
+    """
+    preference, present = scores.preference_BG, rollouts.items_BG >= 0
+    if preference.shape != rollouts.items_BG.shape:
+        raise PermanentError(f"the reward model {reward[:26]}... scored {preference.shape} rollouts of {rollouts.items_BG.shape}: train it anew")
+    wrong = present & ~((preference >= 0) & (preference <= 1))
+    if wrong.any():
+        examples = ", ".join(f"{value:g}" for value in preference[wrong][:3])
+        raise PermanentError(
+            f"the reward model {reward[:26]}... gave {int(wrong.sum())} of {int(present.sum())} rollouts a preference outside [0, 1] ({examples}): train it anew, or "
+            "name another with the input `reward`"
+        )
+    return scores
+
+
+def noise_of(seed: int, purpose: int, step: int) -> torch.Generator:
+    """Random numbers of one step and purpose."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, purpose, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)))

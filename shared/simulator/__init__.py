@@ -1,0 +1,1 @@
+"""Simulated people, pages and a logging policy, whose true preference is known."""
