@@ -3,7 +3,8 @@
 Protocol: the last page of a user is the test, the last but one the validation; cases are users whose test page has two positives or more; the history is all that
 came before the page; full ranking over all items, beam width 50; hit rate and NDCG of the whole page; every figure with the seen-item filter off and on.
 Point-wise is one positive of each page an epoch, drawn anew, from the same histories in the same batches: *equal prompts* gives it as many epochs, *equal tokens* as
-many target tokens. Beside them: the sequential form of the paper, and each item from all before it (recipe small), which no page decides.
+many more that it reads and predicts as many tokens, *equal targets* as many more that it predicts as many. Beside them: the sequential form of the paper, parallel targets
+that are contrasted with what was exposed, and each item from all before it (recipe small), which no page decides.
 Where the log is the simulator's, the models then meet the same simulated people (A/B): true clicks and orders.
 First it is checked that parallel targets are predicted as by one plain sequence for each of them, and the time of both is taken.
 Usage: python tests/benchmarks/page_wise.py [--source simulator|sample|movielens|kuairand] [--path DIR] [--seeds 3] [--forms ...] [--quick] [--json]
@@ -49,7 +50,7 @@ from semantide.shared.simulator.users import SimulatorConfig
 
 BEAM_WIDTH = 50
 KS = (10, 50)
-FORMS = ("parallel", "point", "point, equal tokens", "sequential", "next token")
+FORMS = ("parallel", "parallel, contrast", "point", "point, equal tokens", "point, equal targets", "sequential", "next token")
 SHAPE = {
     "num_layers": 2,
     "hidden_size": 96,
@@ -89,7 +90,7 @@ def load(name: str, path: Path | None, scratch: Path, quick: bool) -> World:
     """The data set made of the log, and its items spelled."""
     simulation = None
     if name == "simulator":
-        simulation = Simulation(SimulatorConfig(users=300 if quick else 3000, items=500 if quick else 1500))
+        simulation = Simulation(SimulatorConfig(users=300 if quick else 1500, items=500 if quick else 1000))
         log = page_data.simulated(simulation)
     else:
         log = page_data.SOURCES[name](path or page_data.SAMPLE)
@@ -106,8 +107,8 @@ def configured(world: World, form: str, epochs: float, quick: bool) -> TrainConf
     numbers["evaluate_every"] = max(1, numbers["epochs"] // 12)
     if form == "next token":
         return recipe("small", numbers)
-    targets = {"point, equal tokens": "point"}.get(form, form)
-    return recipe("pagewise", {**numbers, "pages": {"targets": targets}})
+    contrast = {"exposed": "contrast", "exposed_weight": 0.5} if form.endswith("contrast") else {}
+    return recipe("pagewise", {**numbers, "pages": {"targets": form.split(",")[0], **contrast}})
 
 
 def fresh(world: World, config: TrainConfig, seed: int) -> tuple[Generator, torch.Tensor]:
@@ -131,7 +132,10 @@ def measured(world: World, form: str, seed: int, quick: bool, epochs: float = 1.
     sampler = Sampler(dataset.train_histories(), config, seed) if form == "next token" else PageSampler(dataset, world.pages, config, seed)
     objective = NextToken(generator, tokens, config) if form == "next token" else PageWise(generator, tokens, config)
     first = sampler.epoch(0)
-    targets = sum(int(objective.counts(first.batch(index))[0]) for index in range(len(first))) * len(catalog.level_sizes)
+    batches = [first.batch(index) for index in range(len(first))]
+    levels = len(catalog.level_sizes)
+    targets = levels * sum(int(objective.counts(batch)[0]) for batch in batches)
+    tokens_read = levels * sum(int(batch.lengths_B.sum()) for batch in batches)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         validate = lambda: evaluate(ranker, valid, ks=(10,), num_items=len(rows), exclude_seen=True)  # noqa: E731
@@ -145,7 +149,7 @@ def measured(world: World, form: str, seed: int, quick: bool, epochs: float = 1.
         f"{lists[True]['ndcg@10']:.4f} HR@50 {lists[True]['hr@50']:.4f}\n"
     )
     served = recommender(world, ranker) if world.simulation is not None else None
-    return {"form": form, "recommender": served, "seed": seed, "seconds": trained, "epochs": state.epoch, "best_epoch": state.best_epoch, "steps": state.step, "tokens": targets * state.epoch,
+    return {"form": form, "recommender": served, "seed": seed, "seconds": trained, "epochs": state.epoch, "best_epoch": state.best_epoch, "steps": state.step, "tokens": tokens_read * state.epoch, "targets": targets * state.epoch,
             "figures": {name: {f"{figure}{' filtered' if seen else ''}": values[figure] for seen, values in lists.items() for figure in values if figure.startswith(name)}
                         for name in ("hr@", "ndcg@", "recall@")}}  # fmt: skip
 
@@ -217,7 +221,7 @@ def shared_reading(world: World) -> tuple[list[str], dict[str, Any]]:
     objective = PageWise(generator, tokens_NL, config)
     targets = batch.targets
     assert targets is not None
-    prompt_T, offsets_B1 = objective._prompts(batch)
+    prompt_T, offsets_B1 = objective.prompts(batch)
     blocks = TargetBlocks(tokens_NL[targets.items_S].flatten(), targets.offsets_C1 * tokens_NL.shape[1], targets.histories_C, targets.seen_C)
     levels, parts, ends = tokens_NL.shape[1], [], [0]
     for block, (history, seen) in enumerate(zip(targets.histories_C.tolist(), targets.seen_C.tolist(), strict=True)):
@@ -271,8 +275,9 @@ def main() -> int:
         for seed in range(1 if options.quick else options.seeds):
             for form in options.forms:
                 longer = 1.0
-                if form == "point, equal tokens" and "parallel" in runs and "point" in runs:
-                    longer = runs["parallel"][0]["tokens"] / runs["point"][0]["tokens"]
+                if ", equal " in form and "parallel" in runs and "point" in runs:
+                    counted = form.split()[-1]
+                    longer = runs["parallel"][0][counted] / runs["point"][0][counted]
                 runs.setdefault(form, []).append(measured(world, form, seed, options.quick, longer))
         for other in options.forms:
             if other != "parallel" and "parallel" in runs:
