@@ -123,6 +123,7 @@ def test_ranks_have_all_pages_between_them_and_their_sums_are_the_whole_ones() -
     alone = Shares(World.single(torch.device("cpu")), epoch, CostModel(0.0), objective.counts)
 
     def shared(rank: Any) -> list[Share]:
+        rank.all_reduce_sum = lambda counts: torch.stack(rank.all_gather(counts)).sum(0)
         shares = Shares(rank, epoch, CostModel(0.1), objective.counts, ahead=0)
         return [shares[index] for index in range(len(epoch))]
 
