@@ -1,14 +1,16 @@
 """What the command line sends is what the rooms' own routes take: no process, but the real applications."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import jobs, main, recommendations, variants
+from semantide.services.commandline import jobs, main, page_report, recommendations, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -20,6 +22,7 @@ from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import NotFound
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobOutcome, Jobs
+from semantide.shared.page_report import PageCounts
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (main, jobs, recommendations, variants):
+    for module in (main, jobs, page_report, recommendations, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -65,6 +68,22 @@ def test_a_jobs_report_is_written_as_a_page(client: Client, tmp_path: Path) -> N
     assert path.read_text().startswith("<!doctype html>") and job["id"] in path.read_text()
     assert invoke("report", job["id"], "-o", "-").output == path.read_text()
     assert invoke("report", "nope").exit_code != 0
+
+
+def test_what_a_data_sets_pages_are_like_is_shown_with_the_verdict(client: Client, settings: Settings, tmp_path: Path) -> None:
+    offsets, answers = np.array([0, 2, 4, 5]), np.array([1, 0, 2, 1, 1], np.int8)
+    header = {"page_report": PageCounts.of(offsets, answers).report()}
+    (tmp_path / "dataset").mkdir()
+    store, path = ArtifactStore(settings.artifacts_root), tmp_path / "dataset" / "dataset.json"
+    path.write_text(json.dumps(header))
+    ref = store.put("datasets", tmp_path / "dataset")
+    output = invoke("pages", ref).output
+    for text in ("1 (33.3%)", "2 (50.0%)", "20.00%, 60.00%, 20.00%, 0.00%", "50.0% of the positives stand on a page with another one"):
+        assert text in output
+    assert json.loads(invoke("pages", ref, "--json").output) == {"dataset": ref, **header["page_report"]}
+    assert "no dataset yet" in str(invoke("pages").exception)
+    path.write_text("{}")
+    assert "made before pages were counted" in str(invoke("pages", store.put("datasets", tmp_path / "dataset")).exception)
 
 
 def test_recommend_sends_what_serving_takes(client: Client) -> None:
