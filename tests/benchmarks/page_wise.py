@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import page_data
 import torch
 from stopwatch import alternate, arguments_parser, finish
 
+from semantide.kernels.target_attention import TargetSpans, target_attention
 from semantide.services.tokenization.spelling import Spelled, build
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import Case, cases_of, evaluate
@@ -244,6 +245,29 @@ def shared_reading(world: World) -> tuple[list[str], dict[str, Any]]:
     return wrong, {"value": value, "unit": "ratio", "better": "higher", "baseline": about, "at_least": 2, "aim": 5, "runs": 3}
 
 
+def attention_of_targets(world: World) -> tuple[list[str], dict[str, Any]]:
+    """The attention of one batch's blocks alone, forward and backward, against one product for each block."""
+    batch = PageSampler(world.dataset, world.pages, configured(world, "parallel", 1, True), 0).epoch(0).batch(0)
+    targets, levels = batch.targets, len(world.spelled.catalog.level_sizes)
+    assert targets is not None
+    offsets_B1 = batch.items.offsets_B1 * levels + torch.arange(len(batch) + 1)
+    begins_C = offsets_B1[targets.histories_C]
+    spans = TargetSpans(targets.offsets_C1 * (levels - 1), begins_C, begins_C + 1 + targets.seen_C * levels)
+    generator = torch.Generator().manual_seed(0)
+    rows, places = int(spans.offsets_C1[-1]), int(offsets_B1[-1])
+    leaves = [torch.randn(many, heads, 32, generator=generator).requires_grad_() for many, heads in ((rows, 2), (rows, 1), (rows, 1), (places, 1), (places, 1))]
+
+    def step(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        found = function(*leaves, spans)
+        return [found.detach(), *torch.autograd.grad(found.square().sum(), leaves)]
+
+    close = zip(step(target_attention), step(target_attention.reference), strict=True)
+    wrong = [] if all(torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3) for mine, theirs in close) else ["target attention differs from its reference"]
+    seconds = alternate({"ours": lambda: step(target_attention), "reference": lambda: step(target_attention.reference)}, 3)
+    about = f"one product for each of {len(begins_C)} blocks"
+    return wrong, {"value": seconds["reference"] / seconds["ours"], "unit": "ratio", "better": "higher", "baseline": about, "at_least": 3, "aim": 10, "runs": 3}
+
+
 def gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str, figure: str) -> dict[str, Any]:
     """Mean ratio over seeds; what it must reach is 1 and twice its standard error."""
     ratios = [mine["figures"][name][figure] / max(other["figures"][name][figure], 1e-9) for mine, other in zip(ours, theirs, strict=True)]
@@ -270,7 +294,9 @@ def main() -> int:
             TRAINED[options.source]["epochs"] = options.epochs
         world = load(options.source, options.path, Path(scratch), options.quick)
         wrong, reading = shared_reading(world)
-        measures = {f"{world.name}_shared_reading": reading}
+        differ, attention = attention_of_targets(world)
+        wrong += differ
+        measures = {f"{world.name}_shared_reading": reading, f"{world.name}_target_attention": attention}
         runs: dict[str, list[dict[str, Any]]] = {}
         for seed in range(1 if options.quick else options.seeds):
             for form in options.forms:
