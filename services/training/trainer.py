@@ -200,7 +200,7 @@ class Trainer:
                 parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             tokens += flight.share.num_items * self.objective.tokens_per_item
             if self._meter is not None:
-                self._meter.add(flight.share.batch.lengths_B)
+                self._meter.add(flight.share.batch.items.lengths_B, flight.share.batch.targets)
             pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
             state.batch += 1
             state.step += 1

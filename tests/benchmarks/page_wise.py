@@ -3,7 +3,8 @@
 Protocol: the last page of a user is the test, the last but one the validation; cases are users whose test page has two positives or more; the history is all that
 came before the page; full ranking over all items, beam width 50; hit rate and NDCG of the whole page; every figure with the seen-item filter off and on.
 Point-wise is one positive of each page an epoch, drawn anew, from the same histories in the same batches: *equal prompts* gives it as many epochs, *equal tokens* as
-many target tokens. Beside them: the sequential form of the paper, and each item from all before it (recipe small), which no page decides.
+many more that it reads and predicts as many tokens, *equal targets* as many more that it predicts as many. Beside them: the sequential form of the paper, parallel targets
+that are contrasted with what was exposed, and each item from all before it (recipe small), which no page decides.
 Where the log is the simulator's, the models then meet the same simulated people (A/B): true clicks and orders.
 First it is checked that parallel targets are predicted as by one plain sequence for each of them, and the time of both is taken.
 Usage: python tests/benchmarks/page_wise.py [--source simulator|sample|movielens|kuairand] [--path DIR] [--seeds 3] [--forms ...] [--quick] [--json]
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import page_data
 import torch
 from stopwatch import alternate, arguments_parser, finish
 
+from semantide.kernels.target_attention import TargetSpans, target_attention
 from semantide.services.tokenization.spelling import Spelled, build
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import Case, cases_of, evaluate
@@ -49,7 +51,7 @@ from semantide.shared.simulator.users import SimulatorConfig
 
 BEAM_WIDTH = 50
 KS = (10, 50)
-FORMS = ("parallel", "point", "point, equal tokens", "sequential", "next token")
+FORMS = ("parallel", "parallel, contrast", "point", "point, equal tokens", "point, equal targets", "sequential", "next token")
 SHAPE = {
     "num_layers": 2,
     "hidden_size": 96,
@@ -89,7 +91,7 @@ def load(name: str, path: Path | None, scratch: Path, quick: bool) -> World:
     """The data set made of the log, and its items spelled."""
     simulation = None
     if name == "simulator":
-        simulation = Simulation(SimulatorConfig(users=300 if quick else 3000, items=500 if quick else 1500))
+        simulation = Simulation(SimulatorConfig(users=300 if quick else 1500, items=500 if quick else 1000))
         log = page_data.simulated(simulation)
     else:
         log = page_data.SOURCES[name](path or page_data.SAMPLE)
@@ -106,8 +108,8 @@ def configured(world: World, form: str, epochs: float, quick: bool) -> TrainConf
     numbers["evaluate_every"] = max(1, numbers["epochs"] // 12)
     if form == "next token":
         return recipe("small", numbers)
-    targets = {"point, equal tokens": "point"}.get(form, form)
-    return recipe("pagewise", {**numbers, "pages": {"targets": targets}})
+    contrast = {"exposed": "contrast", "exposed_weight": 0.5} if form.endswith("contrast") else {}
+    return recipe("pagewise", {**numbers, "pages": {"targets": form.split(",")[0], **contrast}})
 
 
 def fresh(world: World, config: TrainConfig, seed: int) -> tuple[Generator, torch.Tensor]:
@@ -131,7 +133,10 @@ def measured(world: World, form: str, seed: int, quick: bool, epochs: float = 1.
     sampler = Sampler(dataset.train_histories(), config, seed) if form == "next token" else PageSampler(dataset, world.pages, config, seed)
     objective = NextToken(generator, tokens, config) if form == "next token" else PageWise(generator, tokens, config)
     first = sampler.epoch(0)
-    targets = sum(int(objective.counts(first.batch(index))[0]) for index in range(len(first))) * len(catalog.level_sizes)
+    batches = [first.batch(index) for index in range(len(first))]
+    levels = len(catalog.level_sizes)
+    targets = levels * sum(int(objective.counts(batch)[0]) for batch in batches)
+    tokens_read = levels * sum(int(batch.lengths_B.sum()) for batch in batches)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         validate = lambda: evaluate(ranker, valid, ks=(10,), num_items=len(rows), exclude_seen=True)  # noqa: E731
@@ -145,7 +150,7 @@ def measured(world: World, form: str, seed: int, quick: bool, epochs: float = 1.
         f"{lists[True]['ndcg@10']:.4f} HR@50 {lists[True]['hr@50']:.4f}\n"
     )
     served = recommender(world, ranker) if world.simulation is not None else None
-    return {"form": form, "recommender": served, "seed": seed, "seconds": trained, "epochs": state.epoch, "best_epoch": state.best_epoch, "steps": state.step, "tokens": targets * state.epoch,
+    return {"form": form, "recommender": served, "seed": seed, "seconds": trained, "epochs": state.epoch, "best_epoch": state.best_epoch, "steps": state.step, "tokens": tokens_read * state.epoch, "targets": targets * state.epoch,
             "figures": {name: {f"{figure}{' filtered' if seen else ''}": values[figure] for seen, values in lists.items() for figure in values if figure.startswith(name)}
                         for name in ("hr@", "ndcg@", "recall@")}}  # fmt: skip
 
@@ -217,7 +222,7 @@ def shared_reading(world: World) -> tuple[list[str], dict[str, Any]]:
     objective = PageWise(generator, tokens_NL, config)
     targets = batch.targets
     assert targets is not None
-    prompt_T, offsets_B1 = objective._prompts(batch)
+    prompt_T, offsets_B1 = objective.prompts(batch)
     blocks = TargetBlocks(tokens_NL[targets.items_S].flatten(), targets.offsets_C1 * tokens_NL.shape[1], targets.histories_C, targets.seen_C)
     levels, parts, ends = tokens_NL.shape[1], [], [0]
     for block, (history, seen) in enumerate(zip(targets.histories_C.tolist(), targets.seen_C.tolist(), strict=True)):
@@ -238,6 +243,29 @@ def shared_reading(world: World) -> tuple[list[str], dict[str, Any]]:
     value = seconds["apart"] / seconds["together"]
     about = f"one sequence for each of {len(targets.items_S)} targets of {len(batch)} histories ({len(alone_T)} against {len(prompt_T)} prompt tokens)"
     return wrong, {"value": value, "unit": "ratio", "better": "higher", "baseline": about, "at_least": 2, "aim": 5, "runs": 3}
+
+
+def attention_of_targets(world: World) -> tuple[list[str], dict[str, Any]]:
+    """The attention of one batch's blocks alone, forward and backward, against one product for each block."""
+    batch = PageSampler(world.dataset, world.pages, configured(world, "parallel", 1, True), 0).epoch(0).batch(0)
+    targets, levels = batch.targets, len(world.spelled.catalog.level_sizes)
+    assert targets is not None
+    offsets_B1 = batch.items.offsets_B1 * levels + torch.arange(len(batch) + 1)
+    begins_C = offsets_B1[targets.histories_C]
+    spans = TargetSpans(targets.offsets_C1 * (levels - 1), begins_C, begins_C + 1 + targets.seen_C * levels)
+    generator = torch.Generator().manual_seed(0)
+    rows, places = int(spans.offsets_C1[-1]), int(offsets_B1[-1])
+    leaves = [torch.randn(many, heads, 32, generator=generator).requires_grad_() for many, heads in ((rows, 2), (rows, 1), (rows, 1), (places, 1), (places, 1))]
+
+    def step(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        found = function(*leaves, spans)
+        return [found.detach(), *torch.autograd.grad(found.square().sum(), leaves)]
+
+    close = zip(step(target_attention), step(target_attention.reference), strict=True)
+    wrong = [] if all(torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3) for mine, theirs in close) else ["target attention differs from its reference"]
+    seconds = alternate({"ours": lambda: step(target_attention), "reference": lambda: step(target_attention.reference)}, 3)
+    about = f"one product for each of {len(begins_C)} blocks"
+    return wrong, {"value": seconds["reference"] / seconds["ours"], "unit": "ratio", "better": "higher", "baseline": about, "at_least": 3, "aim": 10, "runs": 3}
 
 
 def gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str, figure: str) -> dict[str, Any]:
@@ -266,13 +294,16 @@ def main() -> int:
             TRAINED[options.source]["epochs"] = options.epochs
         world = load(options.source, options.path, Path(scratch), options.quick)
         wrong, reading = shared_reading(world)
-        measures = {f"{world.name}_shared_reading": reading}
+        differ, attention = attention_of_targets(world)
+        wrong += differ
+        measures = {f"{world.name}_shared_reading": reading, f"{world.name}_target_attention": attention}
         runs: dict[str, list[dict[str, Any]]] = {}
         for seed in range(1 if options.quick else options.seeds):
             for form in options.forms:
                 longer = 1.0
-                if form == "point, equal tokens" and "parallel" in runs and "point" in runs:
-                    longer = runs["parallel"][0]["tokens"] / runs["point"][0]["tokens"]
+                if ", equal " in form and "parallel" in runs and "point" in runs:
+                    counted = form.split()[-1]
+                    longer = runs["parallel"][0][counted] / runs["point"][0][counted]
                 runs.setdefault(form, []).append(measured(world, form, seed, options.quick, longer))
         for other in options.forms:
             if other != "parallel" and "parallel" in runs:

@@ -1,14 +1,16 @@
 """What the command line sends is what the rooms' own routes take: no process, but the real applications."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import alignment, experiments, jobs, main, publishing, recommendations, rewards, simulation, variants
+from semantide.services.commandline import alignment, experiments, jobs, main, page_report, publishing, recommendations, rewards, simulation, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -21,6 +23,7 @@ from semantide.shared.contracts import CandidateJudged, JobSpec
 from semantide.shared.errors import NotFound
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobOutcome, Jobs
+from semantide.shared.page_report import PageCounts
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (alignment, experiments, main, jobs, publishing, recommendations, rewards, simulation, variants):
+    for module in (alignment, experiments, main, jobs, page_report, publishing, recommendations, rewards, simulation, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from semantide.services.training.flops import StepMeter, StepWork, measured_peak, work_of
+from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.retriever import Retriever
@@ -51,6 +52,24 @@ def test_pairs_are_those_that_causality_allows(lengths: list[int], tokens_per_it
     work = StepWork(0.0, 1.0, 0.0, tokens_per_item)
     pairs = sum(1 for length in lengths for place, other in itertools.product(range(length * tokens_per_item), repeat=2) if other <= place)
     assert work.flops(torch.tensor(lengths)) == 6 * pairs
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=3)), min_size=1, max_size=4), st.integers(1, 3))
+def test_targets_of_pages_count_what_they_see(histories: list[tuple[int, list[tuple[int, int]]]], levels: int) -> None:
+    blocks = [(min(seen, length), items) for length, own in histories for seen, items in own]
+    ends = torch.tensor([0, *itertools.accumulate(items for _, items in blocks)])
+    numbers = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    seen = torch.tensor([seen for seen, _ in blocks], dtype=torch.int64)
+    targets = PageTargets(numbers, numbers.float(), numbers.bool(), ends, torch.zeros_like(seen), seen, torch.zeros_like(seen))
+    lengths = torch.tensor([length for length, _ in histories])
+    pairs = sum(sum(range(1, 2 + length * levels)) for length, _ in histories)
+    pairs += sum(1 + seen * levels + place for seen, items in blocks for place in range(1, items * levels))
+    tokens = sum(1 + length * levels for length, _ in histories) + sum(items * levels - 1 for _, items in blocks)
+    assert StepWork(0.0, 1.0, 0.0, levels).page_flops(lengths, targets) == 6 * pairs
+    assert StepWork(1.0, 0.0, 2.0, levels).page_flops(lengths, targets) == 6 * (tokens + 2 * len(numbers))
+    meter = StepMeter(StepWork(1.0, 0.0, 0.0, levels), 1.0)
+    meter.add(lengths, targets)
+    assert meter.report(1.0)["mfu"] == 6 * tokens
 
 
 @given(st.integers(1, 12), st.integers(1, 2), st.integers(1, 3))
