@@ -189,5 +189,5 @@ def load_ranker(
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width, actions)
 
 
-def _looks_at_actions(card: dict[str, Any]) -> bool:
+def _looks_at_actions(card: Mapping[str, Any]) -> bool:
     return "actions" in (*card.get("config", {}).get("features", ()), *card.get("merger", {}).get("features", ()))

@@ -51,7 +51,7 @@ class PageWise:
         targets, model = _targets(batch), self.model
         vocabulary = model.vocabulary
         tokens_SL = self._item_tokens_NL[targets.items_S]
-        prompt_T, prompt_offsets_B1 = self._prompts(batch)
+        prompt_T, prompt_offsets_B1 = self.prompts(batch)
         blocks = TargetBlocks(tokens_SL.flatten(), targets.offsets_C1 * vocabulary.levels, targets.histories_C, targets.seen_C)
         hidden_SLD = target_hidden(model, prompt_T, prompt_offsets_B1, blocks).unflatten(0, (-1, vocabulary.levels))
         losses, likelihoods_S = [], hidden_SLD.new_zeros(len(tokens_SL), dtype=torch.float32)
@@ -68,7 +68,7 @@ class PageWise:
         losses.append(page_contrast(likelihoods_S, targets))
         return LossSum(torch.stack(losses), self.counts(batch), torch.cat([self._weights_L, self._weights_L.new_tensor([self._contrast_weight])]))
 
-    def _prompts(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
+    def prompts(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
         """Begin token and items of each history, with their side features."""
         items = batch.items
         numbers_TX = self._item_tokens_NL[items.values]

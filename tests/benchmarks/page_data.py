@@ -1,7 +1,8 @@
 """Logs with pages for benchmarks, made into data sets by the product's own steps: the last page of a user is the test, the last but one the validation.
 
 MovieLens 100K (the original ``u.data`` and ``u.item``, or the same in RecBole's package): what was rated within one second was one page of the site.
-KuaiRand-Pure (the processed Parquet files): a page is what a user saw on one day in one tab.
+KuaiRand-Pure (the processed Parquet files): a page is what a user saw on one day in one tab. The repository's sample of it needs no folder.
+The simulator: pages of 5 to 10 slots by a logging policy, with a truth that A/B tests can be measured by.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from semantide.services.ingestion.readers import kuairand as kuairand_reader
 from semantide.services.ingestion.readers import movielens
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA
 from semantide.shared.config import Settings
+from semantide.shared.simulator.log import Simulation
 
 Log = tuple[pa.Table, pa.Table]
 """Interactions with our columns, and items with those of an items artifact."""
@@ -76,9 +78,22 @@ def kuairand(folder: Path) -> Log:
     return log, _named(rows)
 
 
+def sample(folder: Path) -> Log:
+    """The KuaiRand sample of the repository."""
+    log = pq.read_table(folder / "interactions.parquet")
+    items = pq.read_table(folder / "items.parquet").select(["id", "title", "text", "categories"]).to_pylist()
+    return log, _named([{**row, "categories": list(row["categories"])} for row in items])
+
+
+def simulated(simulation: Simulation) -> Log:
+    """What the people of a simulated world have done."""
+    return simulation.log().select(["user", "item", "time", "action", "page", "value", "event_id"]), _named(simulation.items().to_pylist())
+
+
 def _named(rows: list[dict[str, Any]]) -> pa.Table:
     key = "item" if "item" in ARTIFACT_SCHEMA.names else "id"
     return item_table([{key: row.pop("id"), **row} for row in rows])
 
 
-SOURCES: dict[str, Callable[[Path], Log]] = {"movielens": movielens_100k, "kuairand": kuairand}
+SOURCES: dict[str, Callable[[Path], Log]] = {"movielens": movielens_100k, "kuairand": kuairand, "sample": sample}
+SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "kuairand"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from semantide.services.training.batches import HistoryBatch
-from semantide.services.training.load_balancing import CostModel, Shares
+from semantide.services.training.load_balancing import CostModel, Share, Shares
 from semantide.services.training.objective import NextToken
 from semantide.services.training.page_batches import PageSampler
 from semantide.services.training.page_objective import PageWise, page_contrast
@@ -18,7 +18,9 @@ from semantide.services.training.world import World
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.targets import TargetBlocks, target_log_probs
+from semantide.shared.models.token_merger import MergerConfig
 
+from .rank_threads import on_threads
 from .test_page_batches import asked, config, world
 
 LEVELS = (5, 4)
@@ -43,7 +45,9 @@ def prompts(generator: Generator, tokens_NL: torch.Tensor, seen: list[int]) -> t
 
 
 @pytest.mark.parametrize("targets", ["parallel", "point", "sequential"])
-@pytest.mark.parametrize("changes", [{}, {"seen_bias": True}, {"tie_word_embeddings": False, "level_scales": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"seen_bias": True}, {"tie_word_embeddings": False, "level_scales": True}, {"merger": MergerConfig(True, "kept"), "seen_bias": True}]
+)
 def test_the_loss_is_that_of_one_plain_sequence_for_each_block(targets: str, changes: dict[str, Any]) -> None:
     generator, tokens_NL = made(**changes)
     batch = batch_of(targets)
@@ -118,17 +122,24 @@ def test_the_contrast_raises_what_was_taken_over_what_was_only_shown() -> None:
 def test_ranks_have_all_pages_between_them_and_their_sums_are_the_whole_ones() -> None:
     generator, tokens_NL = made()
     epoch = PageSampler(*world(LOG * 3), config(items_per_batch=30), 0).epoch(1)
-    tokens_NL = tokens_NL.repeat(3, 1)
-    objective = PageWise(generator, tokens_NL, config())
+    objective = PageWise(generator, tokens_NL.repeat(3, 1), config())
     alone = Shares(World.single(torch.device("cpu")), epoch, CostModel(0.0), objective.counts)
+
+    def shared(rank: Any) -> list[Share]:
+        rank.all_reduce_sum = lambda counts: torch.stack(rank.all_gather(counts)).sum(0)
+        shares = Shares(rank, epoch, CostModel(0.1), objective.counts, ahead=0)
+        return [shares[index] for index in range(len(epoch))]
+
+    of_ranks = on_threads(3, shared)
+    assert len(epoch) > 1
     for index in range(len(epoch)):
-        whole, pieces = alone[index], epoch.batches[index]
-        parts = [epoch.gather(part) for part in np.array_split(pieces, 2) if len(part)]
+        whole, parts = alone[index], [shares[index] for shares in of_ranks]
         expected = objective.loss(whole.batch)
-        found = [objective.loss(part) for part in parts]
+        found = [objective.loss(part.batch) for part in parts if len(part.batch)]
         torch.testing.assert_close(sum((part.sums_K for part in found), torch.zeros(2)), expected.sums_K, rtol=1e-4, atol=1e-4)
-        assert sum(part.counts_K for part in found).tolist() == expected.counts_K.tolist()  # type: ignore[union-attr]
-        assert whole.num_items == int(whole.batch.lengths_B.sum())
+        for part in parts:
+            assert part.counts_K is not None and part.counts_K.tolist() == expected.counts_K.tolist()
+            assert part.num_items == whole.num_items == int(whole.batch.lengths_B.sum())
 
 
 def test_level_weights_must_be_one_for_each_level() -> None:
