@@ -49,5 +49,7 @@ def test_some_histories_are_read_without_and_most_with() -> None:
 
 def test_codes_alone_need_nothing_and_unknown_actions_are_refused(ring: Dataset) -> None:
     assert SideFeatures.of(MergerConfig(True), ring, None) is None
+    with pytest.raises(Conflict, match="leave gaps out"):
+        SideFeatures.of(MergerConfig(True, features=("gaps",)), ring, None)
     with pytest.raises(Conflict, match="make the data set anew"):
         SideFeatures.of(MergerConfig(True, features=("actions",)), ring, None)
