@@ -52,7 +52,7 @@ class Recommending:
                 raise found
             events = found
         profile = profile_of(((item, action) for item, action, _ in events), self.actions, bundle.reading)
-        prepared = Prepared.of(bundle, wish.query(profile, events))
+        prepared = Prepared.of(bundle, wish.query(profile, events if bundle.spelling.merger.features else ()))
         if prepared.kv_bytes > self.pool.budget_bytes:
             raise ValueError(
                 f"`beam_width` {wish.width} with n = {wish.n} needs {prepared.kv_bytes} bytes of keys and values, more than the {self.pool.budget_bytes} of "

@@ -31,8 +31,8 @@ class Wish:
         """Whom draws are seeded by: the user, or the history that was sent."""
         return self.user if self.user is not None else "\n".join(item for item, _, _ in self.events or ())
 
-    def query(self, profile: Profile, events: Sequence[TimedEvent]) -> Query:
-        """What the engine is asked, once the user's profile, which was made of these events, is known."""
+    def query(self, profile: Profile, events: Sequence[TimedEvent] = ()) -> Query:
+        """What the engine is asked, once the user's profile is known; with the ``events`` it was made of where the model looks at what was done in them."""
         excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
         return Query(
             profile.history,
@@ -46,5 +46,5 @@ class Wish:
             self.user,
             self.only_new,
             self.conditional,
-            tuple(events[place][1:] for place in profile.places),
+            tuple(events[place][1:] for place in profile.places) if events else (),
         )

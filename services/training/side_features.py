@@ -20,6 +20,11 @@ from semantide.shared.models.token_merger import MergerConfig
 _BLANK_SHARE = 0.1
 
 
+def _timed(dataset: Dataset) -> bool:
+    """Whether any training history says when things happened; one that knows their order alone has them at moments of its own making."""
+    return any(len(times) > 1 and bool((np.diff(times) >= 1000).any()) for times in dataset.train_times())
+
+
 class SideFeatures:
     """Side features of batches, as ``NextToken`` and ``PageWise`` take them."""
 
@@ -31,10 +36,14 @@ class SideFeatures:
     def of(cls, merger: MergerConfig, dataset: Dataset, events: EventActions | None) -> SideFeatures | None:
         """For a data set; None where the merger looks at codes alone.
 
-        Raises: Conflict where actions are asked for and not known.
+        Raises: Conflict where actions are asked for and not known, or gaps and the data set has no times to tell them by.
         """
         if not merger.features:
             return None
+        if "gaps" in merger.features and not _timed(dataset):
+            raise Conflict(
+                "the generator's merger looks at gaps, and no two events of a user are a second apart in the data set: leave gaps out, or import times"
+            )
         if "actions" not in merger.features:
             return cls(merger, None)
         if events is None:

@@ -76,7 +76,7 @@ def test_one_seed_gives_one_digest_cancelled_in_between_or_not(make_job: MakeJob
 def test_a_generator_on_merged_prompts_is_trained_resumed_measured_and_made_of_one_without(
     make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merger = {"enabled": True, "separator": "kept", "features": ["actions", "gaps"]}
+    merger = {"enabled": True, "separator": "kept", "features": ["actions"]}
     config = {**QUICK, "generator": {**QUICK["generator"], "merger": merger, "dropout": 0.1}}  # type: ignore[dict-item]
     model = run(make_job("train", recipe="tiny", config=config, inputs=inputs, seed=3)).artifacts["model"]
     card = json.loads((store.get(model) / "semantide.json").read_text())

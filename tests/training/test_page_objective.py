@@ -18,6 +18,7 @@ from semantide.services.training.world import World
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.targets import TargetBlocks, target_log_probs
+from semantide.shared.models.token_merger import MergerConfig
 
 from .rank_threads import on_threads
 from .test_page_batches import asked, config, world
@@ -44,7 +45,9 @@ def prompts(generator: Generator, tokens_NL: torch.Tensor, seen: list[int]) -> t
 
 
 @pytest.mark.parametrize("targets", ["parallel", "point", "sequential"])
-@pytest.mark.parametrize("changes", [{}, {"seen_bias": True}, {"tie_word_embeddings": False, "level_scales": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"seen_bias": True}, {"tie_word_embeddings": False, "level_scales": True}, {"merger": MergerConfig(True, "kept"), "seen_bias": True}]
+)
 def test_the_loss_is_that_of_one_plain_sequence_for_each_block(targets: str, changes: dict[str, Any]) -> None:
     generator, tokens_NL = made(**changes)
     batch = batch_of(targets)
