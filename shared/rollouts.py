@@ -85,7 +85,7 @@ class Rollouts:
         try:
             header = json.loads((folder / "rollouts.json").read_text())
             arrays = load_file(folder / "rollouts.safetensors")
-            return cls(header["dataset"], *(arrays[name] for name in _ARRAYS), actions=tuple(header["actions"]))
+            return cls(header["dataset"], **{name: arrays[name] for name in _ARRAYS}, actions=tuple(header["actions"]))
         except (OSError, KeyError, ValueError) as error:
             raise Corrupt(f"{folder} holds no rollouts ({error}): let the alignment job make them again") from error
 

@@ -108,3 +108,24 @@ def evaluation(result: Mapping[str, Any]) -> None:
         ["model", "filter", *names],
         [[row["model"], "on" if row["exclude_seen"] else "off", *[row["metrics"][name] for name in names]] for row in rows],
     )
+
+
+def alignment(result: Mapping[str, Any]) -> None:
+    """Print what an alignment job changed."""
+    if result["stopped"]:
+        problems.print(f"the guard stopped it at {result['stopped']}", highlight=False, markup=False)
+    kept = (
+        f"the weights of step {result['kept_step']} of {result['steps']} are kept"
+        if result["kept_step"]
+        else "nothing was better than the start, which stays as it is"
+    )
+    console.print(f"{kept}; {result['skipped_groups']} groups had rewards that do not differ", highlight=False)
+    rows = []
+    for name, value in result["test_before"].items():
+        rows.append([name, result["valid_before"].get(name, 0.0), result["valid_after"].get(name, 0.0), value, result["test_after"].get(name, 0.0)])
+    filtered = "left out" if result["exclude_seen"] else "kept"
+    table(
+        f"full ranking, {result['beam_width']} beams, items that a user has seen are {filtered}",
+        ["held out", "validation before", "after", "test before", "after"],
+        rows,
+    )

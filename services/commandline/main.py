@@ -16,6 +16,7 @@ import pydantic
 import typer
 
 from semantide.services.commandline import display, jobs, processes, rewards, stack, variants
+from semantide.services.commandline.alignment import align
 from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
 from semantide.services.commandline.experiments import experiment
 from semantide.services.commandline.jobs import AsJson, Wait, run_job
@@ -46,6 +47,7 @@ app.command()(experiment)
 app.command()(simulate)
 app.command()(abtest)
 app.command()(rewards.reward)
+app.command()(align)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 

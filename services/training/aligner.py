@@ -26,7 +26,7 @@ from semantide.services.training.checkpoint import Checkpoints
 from semantide.services.training.grpo import group_advantages, group_moments, mean_over_rollouts, policy_loss, prefix_advantages, shaped_rewards
 from semantide.services.training.held_out import HeldOut
 from semantide.services.training.optimiser import rate_share, set_rate
-from semantide.services.training.policy_terms import Items, PolicyTerms, Terms, divergence_CL
+from semantide.services.training.policy_terms import Items, Places, PolicyTerms, Terms, divergence_CL
 from semantide.services.training.rollout import Drawn, Prompts, RewardSource, Rollouter, checked, noise_of
 from semantide.services.training.run_weights import RunWeights
 from semantide.services.training.trainer import Listener
@@ -142,8 +142,7 @@ class Aligner:
     def _stepped(self) -> dict[str, float]:
         """One step: what was drawn ``staleness`` steps ago is scored and learned from."""
         state, config = self.state, self.config
-        while len(self._ahead) <= config.staleness:
-            step = state.step + len(self._ahead)
+        while len(self._ahead) <= config.staleness and (step := state.step + len(self._ahead)) < config.steps:
             drawn = self._rollouter.draw(self._prompts.at(step), noise_of(self._seed, _DRAWS, step))
             self._ahead.append((state.step, drawn, self._reward.ask(drawn.rollouts)))
         drawn_at, drawn, asked = self._ahead.popleft()
@@ -178,20 +177,20 @@ class Aligner:
             "group_diversity": _distinct(drawn.rows_RG), "popularity": float(self._popularity_N[drawn.rows_RG[present_RG]].mean()),
         }  # fmt: skip
         items, order_C, num_positives = _items(drawn.rows_RG, positives)
-        start = self._start_terms(drawn, items) if config.kl_weight or state.step % config.log_every == 0 else None
+        places = self._terms.places(self._generator, drawn.tokens, items, drawn.rules)
+        start = None
+        if config.kl_weight or (state.step + 1) % config.log_every == 0:
+            with torch.no_grad():
+                start = self._terms.of(self._start, places)
         for update in range(config.updates):
             stale = update > 0 or state.step > drawn_at
-            figures |= self._updated(drawn, items, order_C, num_positives, present_RG, advantages, stale, update, start)
+            figures |= self._updated(drawn, places, order_C, num_positives, present_RG, advantages, stale, update, start)
         return figures
-
-    def _start_terms(self, drawn: Drawn, items: Items) -> Terms:
-        with torch.no_grad():
-            return self._terms.of(self._start, drawn.tokens, items, drawn.rules)
 
     def _updated(
         self,
         drawn: Drawn,
-        items: Items,
+        places: Places,
         order_C: Tensor,
         num_positives: int,
         present_RG: Tensor,
@@ -208,7 +207,7 @@ class Aligner:
             optimiser.zero_grad(set_to_none=True)
         torch.manual_seed(int(np.random.SeedSequence([self._seed, _DROPOUT, state.step, update]).generate_state(1)[0]))
         generator.train(config.dropout)
-        terms = self._terms.of(generator, drawn.tokens, items, drawn.rules)
+        terms = self._terms.of(generator, places)
         many = drawn.rows_RG.numel()
         shape = (*drawn.rows_RG.shape, -1)
 
@@ -229,12 +228,15 @@ class Aligner:
         if start is not None:
             kl = mean_over_rollouts(of_rollouts(divergence_CL(terms, start)), present_RG)
             figures["kl"] = float(kl.detach())
-            loss = loss + config.kl_weight * kl
+            if config.kl_weight:
+                loss = loss + config.kl_weight * kl
         if num_positives:
             supervised = -terms.row_CL[order_C[many:]].sum(1).mean()
             figures["supervised_loss"] = float(supervised.detach())
-            loss = loss + config.supervised_weight * supervised
-        loss = loss - config.validity_weight * open_share
+            if config.supervised_weight:
+                loss = loss + config.supervised_weight * supervised
+        if config.validity_weight:
+            loss = loss - config.validity_weight * open_share
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(self._weights.parameters, config.clip_norm, foreach=True))
         value = float(loss.detach())

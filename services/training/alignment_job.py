@@ -21,7 +21,7 @@ from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
-from semantide.services.training.job_inputs import promotion_of
+from semantide.services.training.job_inputs import card_of, device, promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
 from semantide.services.training.rankers import GeneratorRanker
 from semantide.services.training.rollout import Prompt, Prompts, RewardSource, Rollouter, checked, noise_of
@@ -37,6 +37,8 @@ from semantide.shared.errors import BadData, Conflict
 from semantide.shared.event_actions import EventActions
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.preference import PreferenceModel
+from semantide.shared.models.reward_scorer import RewardScorer
 from semantide.shared.rollout_scores import QueuedScorer
 from semantide.shared.rollouts import Rollouts, Scorer, Scores
 
@@ -59,15 +61,17 @@ class _World:
     max_items: int
 
 
-def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
+def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int = 1) -> JobOutcome:
     """Align the model of the inputs and store it with what the run saw; where nothing that was tested is better, the start comes back as it was.
 
-    ``load_scorer`` reads a reward model into this process.
+    ``load_scorer`` reads a reward model into this process; left out, the reward room's.
     Raises: BadData for a wrong config or inputs, Conflict when model, catalog, reward model and data set do not belong together, JobCancelled.
     """
     changes = dict(job.spec.config)
     promote = promotion_of(changes)
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
+    if processes > 1:
+        raise BadData(f"this align job was given {processes} processes: it runs in one, ask the cluster for one pod")
     inputs = dict(job.spec.inputs)
     for name in ("dataset", "model", "reward"):
         if name not in inputs:
@@ -76,12 +80,13 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
         raise BadData(
             "judge and reward are the same artifact: an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
         )
-    card = json.loads((job.store.get(inputs["model"]) / "semantide.json").read_text())
+    card = card_of(job, inputs["model"])
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
     world = _world(job, config, card, inputs)
-    reward = _reward(job, inputs["reward"], load_scorer)
-    judge = load_scorer(inputs["judge"]) if "judge" in inputs else None
+    load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
+    reward = _reward(job, inputs["reward"], load)
+    judge = load(inputs["judge"]) if "judge" in inputs else None
     counts_N = np.bincount(np.concatenate([np.zeros(0, np.int64), *world.dataset.train_histories()]).astype(np.int64), minlength=len(world.dataset.item_ids))
     test = _test(job, config, world, counts_N, "valid", reward, judge)
     popularity_N = np.zeros(len(world.catalog))
@@ -113,10 +118,12 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     before = _kept(job, "before", final)
     state = aligner.run()
     after = final().figures if state.best_step else before
-    result = _result(config, state, before, after, reward)
+    result = _result(config, state, before, after)
+    # How much the room took off this run is no part of what came out: a run that was cut off makes the same model.
+    told = {**result, "scored_by_room": reward.from_room, "scored_here": reward.scored_here}
     if not state.best_step:
         job.discard(job.workdir / "checkpoints")
-        return JobOutcome({"model": inputs["model"]}, result)
+        return JobOutcome({"model": inputs["model"]}, told)
     folder = job.workdir / "model"
     shutil.rmtree(folder, ignore_errors=True)
     world.generator.save_pretrained(folder)
@@ -136,7 +143,7 @@ def align(job: JobContext, load_scorer: LoadScorer) -> JobOutcome:
     job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=False if state.stopped else promote))
     for name in ("checkpoints", "model"):
         job.discard(job.workdir / name)
-    return JobOutcome({"model": ref}, result)
+    return JobOutcome({"model": ref}, told)
 
 
 def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: dict[str, str]) -> _World:
@@ -145,9 +152,8 @@ def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: d
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device)
-    trie = SearchTrie.build(catalog.trie, device)
+    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device())
+    trie = SearchTrie.build(catalog.trie, device())
     tokens_NL = generator.vocabulary.item_tokens(catalog.codes)
     try:
         events = EventActions.load(job.store.get(inputs["dataset"]))
@@ -242,7 +248,7 @@ def _kept(job: JobContext, name: str, test: Callable[[], HeldOut]) -> dict[str, 
     return figures
 
 
-def _result(config: AlignConfig, state: AlignState, before: dict[str, float], after: dict[str, float], reward: QueuedScorer) -> dict[str, Any]:
+def _result(config: AlignConfig, state: AlignState, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     return {
         "steps": state.step,
         "kept_step": state.best_step,
@@ -254,6 +260,4 @@ def _result(config: AlignConfig, state: AlignState, before: dict[str, float], af
         "skipped_groups": state.skipped,
         "exclude_seen": config.exclude_seen,
         "beam_width": config.beam_width,
-        "scored_by_room": reward.from_room,
-        "scored_here": reward.scored_here,
     }

@@ -82,7 +82,7 @@ class AlignConfig:
     """Beams of the held-out test, at least 50."""
     probes: int = 256
     """Users of the test whose rollouts both reward models judge, and whose free decoding is looked at."""
-    guard_deviations: float = 2.0
+    guard_deviations: float = 2.5
     """A change counts as real from so many standard errors of the paired difference on."""
     guard_loss: float = 0.0
     """A loss of HR@50 up to this share of the start's is borne however sure it is."""

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from semantide.services.training.alignment_recipes import ALIGN_RECIPES
 from semantide.services.training.recipes import RECIPES
 from semantide.shared.errors import NotFound
 from semantide.shared.http import APIRouter
@@ -34,8 +35,9 @@ def build(room: Room) -> APIRouter:
             raise NotFound(f"no model {ref!r}: GET /v1/models lists them")
         return card(full)
 
-    @router.get("/recipes", summary="Recipes that a train job can name, with all their numbers")
+    @router.get("/recipes", summary="Recipes that a train or an align job can name, with all their numbers")
     def recipes() -> dict[str, Any]:
-        return {name: asdict(build()) for name, build in RECIPES.items()}
+        trained, aligned = ({name: asdict(build()) for name, build in table.items()} for table in (RECIPES, ALIGN_RECIPES))
+        return {**trained, **aligned}
 
     return router

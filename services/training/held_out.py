@@ -61,10 +61,12 @@ class HeldOutTest:
 
     def run(self) -> HeldOut:
         """Test the model as it is."""
+        judged = self._judge()  # first: a reward model that does not belong here is refused before the long part
         metrics, hits, shares = RankingMetrics(KS, len(self._percentile_N)), [], []
         for begin in range(0, len(self._cases), _TOGETHER):
             batch = self._cases[begin : begin + _TOGETHER]
-            lists = self._ranker.rank([case.history for case in batch], max(KS), self._exclude_seen)
+            told = [case.times for case in batch], [case.actions for case in batch]
+            lists = self._ranker.rank([case.history for case in batch], max(KS), self._exclude_seen, *told)
             metrics.add(lists, [case.targets for case in batch])
             hits += [bool(np.isin(row[row >= 0], case.targets).any()) for row, case in zip(lists, batch, strict=True)]
             top = lists[:, : KS[0]]
@@ -73,7 +75,6 @@ class HeldOutTest:
         result = metrics.result()
         figures = {f"{name}@{k}": result.get(f"{name}@{k}", 0.0) for name in ("hr", "ndcg", "coverage") for k in KS}
         figures["popularity"] = float(np.concatenate(shares).mean()) if shares else 0.0
-        judged = self._judge()
         figures |= {"reward": float(judged.reward_V.mean()), "gate_rate": judged.gate_rate, "invalid_share": judged.invalid_share}
         if judged.judge_V is not None:
             figures["judge"] = float(judged.judge_V.mean())

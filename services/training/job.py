@@ -1,4 +1,4 @@
-"""Long work of this room: ``train`` a model, ``evaluate`` models side by side."""
+"""Long work of this room: ``train`` a model, ``align`` one with a reward model, ``evaluate`` models side by side."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from semantide.services.training.alignment_job import align
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import cases_of, evaluate
 from semantide.services.training.evaluation_job import evaluate_models
@@ -57,6 +58,8 @@ def run(job: JobContext) -> JobOutcome:
     """Dispatch on the job's kind."""
     keep_freed_memory()
     try:
+        if job.spec.kind == "align":
+            return align(job, processes=int(os.environ.get("WORLD_SIZE") or 1))
         return train(job) if job.spec.kind == "train" else evaluate_models(job)
     except ValueError as error:
         raise BadData(f"job {job.id}: {error}") from error

@@ -44,41 +44,70 @@ class Terms:
     tables: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class _Level:
+    """What is known of one level before any model is asked.
+
+    Shapes: ``codes_C1``; ``shut_CK`` codes that lead to no item, ``closed_CK`` those that the policy must not take; ``seen_CK`` what the history holds.
+    """
+
+    codes_C1: Tensor
+    shut_CK: Tensor
+    closed_CK: Tensor
+    seen_CK: Tensor | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Prompts, the items behind them, and what the catalog has at each of their prefixes: the same for every model of one vocabulary."""
+
+    prompts: Jagged
+    blocks: TargetBlocks
+    levels: tuple[_Level, ...]
+
+
 class PolicyTerms:
     """Reads prompts and items through a generator, and compares its probabilities with the trie.
 
-    ``item_tokens_NL`` are those of the catalog's rows.
+    ``tokens_NL`` are those of the catalog's rows.
     """
 
-    def __init__(self, trie: SearchTrie, item_tokens_NL: Tensor, temperature: float) -> None:
-        self._trie, self.tokens_NL, self._temperature = trie, item_tokens_NL, temperature
+    def __init__(self, trie: SearchTrie, tokens_NL: Tensor, temperature: float) -> None:
+        self._trie, self.tokens_NL, self._temperature = trie, tokens_NL, temperature
 
-    def of(self, generator: Generator, prompts: Jagged, items: Items, rules: ItemFilter | None = None) -> Terms:
-        """The terms of all items; ``rules`` as they were when rollouts were drawn."""
-        vocabulary, levels = generator.vocabulary, self._trie.levels
+    def places(self, generator: Generator, prompts: Jagged, items: Items, rules: ItemFilter | None = None) -> Places:
+        """What does not depend on the weights; ``rules`` as they were when rollouts were drawn."""
+        vocabulary = generator.vocabulary
         tokens_CL = self.tokens_NL[items.rows_C]
-        whole_C = ((prompts.lengths_B - len(vocabulary.layout.begin)) // levels)[items.prompts_C]
+        whole_C = ((prompts.lengths_B - len(vocabulary.layout.begin)) // vocabulary.levels)[items.prompts_C]
         blocks = TargetBlocks.of_items(tokens_CL, items.prompts_C, whole_C)
-        hidden_CLD = target_hidden(generator, prompts.values, prompts.offsets_B1, blocks).unflatten(0, (-1, levels))
         every, allowed = Policy(self._trie), Policy(self._trie, self._temperature, rules)
         leaves_C = self._trie.leaf_of[items.rows_C]
-        policy, row, valid, entropy, tables = [], [], [], [], []
-        for level in range(levels):
-            counts_CK = target_counts(generator, prompts.values, prompts.offsets_B1, blocks, level)
-            logits_CK = generator.logits(hidden_CLD[:, level], level, counts_CK).float()
+        found = []
+        for level, num_codes in enumerate(vocabulary.level_sizes):
             codes_C1 = (tokens_CL[:, level] - vocabulary.first(level)).unsqueeze(1)
             nodes_C = torch.searchsorted(self._trie.leaf_bounds[level], leaves_C, right=True) - 1
-            known_CK = every.children(level, nodes_C, items.prompts_C, logits_CK.shape[1])
-            open_CK = known_CK if rules is None else allowed.children(level, nodes_C, items.prompts_C, logits_CK.shape[1])
+            shut_CK = every.children(level, nodes_C, items.prompts_C, num_codes) < 0
+            closed_CK = shut_CK if rules is None else allowed.children(level, nodes_C, items.prompts_C, num_codes) < 0
+            # A positive may be what the policy must not draw: its probability there is that among the open codes and its own.
+            closed_CK = closed_CK.scatter(1, codes_C1, False)
+            found.append(_Level(codes_C1, shut_CK, closed_CK, target_counts(generator, prompts.values, prompts.offsets_B1, blocks, level)))
+        return Places(prompts, blocks, tuple(found))
+
+    def of(self, generator: Generator, places: Places) -> Terms:
+        """The terms of all items."""
+        prompts = places.prompts
+        hidden_CLD = target_hidden(generator, prompts.values, prompts.offsets_B1, places.blocks).unflatten(0, (-1, len(places.levels)))
+        policy, row, valid, entropy, tables = [], [], [], [], []
+        for number, level in enumerate(places.levels):
+            logits_CK = generator.logits(hidden_CLD[:, number], number, level.seen_CK).float()
             total_C = logits_CK.logsumexp(1)
-            row.append(logits_CK.gather(1, codes_C1).squeeze(1) - total_C)
-            valid.append(logits_CK.masked_fill(known_CK < 0, -torch.inf).logsumexp(1) - total_C)
-            # A positive may be what the policy must not draw: its probability there is that of the open codes and its own.
-            open_CK = open_CK.scatter(1, codes_C1, 0)
-            table_CK = allowed.log_probs(logits_CK, open_CK)
-            policy.append(table_CK.gather(1, codes_C1).squeeze(1))
-            finite_CK = table_CK.masked_fill(open_CK < 0, 0.0)
-            entropy.append(-(finite_CK.exp() * finite_CK).masked_fill(open_CK < 0, 0.0).sum(1))
+            row.append(logits_CK.gather(1, level.codes_C1).squeeze(1) - total_C)
+            valid.append(logits_CK.masked_fill(level.shut_CK, -torch.inf).logsumexp(1) - total_C)
+            table_CK = (logits_CK / self._temperature).masked_fill(level.closed_CK, -torch.inf).log_softmax(1)
+            policy.append(table_CK.gather(1, level.codes_C1).squeeze(1))
+            finite_CK = table_CK.masked_fill(level.closed_CK, 0.0)
+            entropy.append(-(finite_CK.exp() * finite_CK).sum(1))
             tables.append(table_CK)
         return Terms(torch.stack(policy, 1), torch.stack(row, 1), torch.stack(valid, 1), torch.stack(entropy, 1), tuple(tables))
 

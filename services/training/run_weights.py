@@ -17,8 +17,15 @@ from semantide.services.training.recipes import TrainConfig
 class Trained(Protocol):
     """What a run changes: a model whose parameters are trained in full, and tables by name."""
 
-    model: nn.Module
-    tables: Mapping[str, Any]
+    @property
+    def model(self) -> nn.Module:
+        """Trained in full."""
+        ...
+
+    @property
+    def tables(self) -> Mapping[str, Any]:
+        """Of which a step touches some rows."""
+        ...
 
 
 class RunWeights:

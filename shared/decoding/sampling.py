@@ -171,12 +171,12 @@ def _extended(
         return _Slots(none, none.float(), none.float(), none.bool(), steps), none, none
     scores_RWK = slots.scores_RW[:, :, None] + log_probs_RWK
     if drawn and not distinct:
-        # Each slot is a walk of its own; the first step has one slot to walk from.
-        walks_RWK = log_probs_RWK.expand(-1, width, -1)
-        order_RWK = walks_RWK + _gumbel((requests, width, num_codes), generator, device)
-        codes_RW = order_RWK.argmax(2)
+        # Each slot is a walk of its own; the first step has one slot to walk from. What cannot be taken adds nothing to the sum, so no draw falls on it.
+        sums_RWK = log_probs_RWK.expand(-1, width, -1).double().exp().cumsum(2)
+        drawn_RW1 = torch.rand(requests, width, 1, generator=generator, dtype=torch.float64).to(device) * sums_RWK[:, :, -1:]
+        codes_RW = torch.searchsorted(sums_RWK, drawn_RW1, right=True).clamp_max(num_codes - 1).squeeze(2)
         parents_RW = torch.arange(width, device=device).expand(requests, -1) if many == width else torch.zeros_like(codes_RW)
-        chosen_RW = order_RWK.gather(2, codes_RW[:, :, None]).squeeze(2)
+        chosen_RW = log_probs_RWK.expand(-1, width, -1).gather(2, codes_RW[:, :, None]).squeeze(2)
         flat_RW = parents_RW * num_codes + codes_RW
     else:
         order_RWK = scores_RWK

@@ -33,7 +33,7 @@ from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, E
 from semantide.services.reward.fitting import logits_of
 from semantide.services.reward.recipes import RewardTraining, recipe
 from semantide.shared.dataset import Dataset
-from semantide.shared.models.calibration import area_under_curve, calibration_error, fit_calibration
+from semantide.shared.models.calibration import area_under_curve, calibration_error
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward import RewardBatch, RewardConfig
 from semantide.shared.models.reward_pairs import Histories
@@ -46,7 +46,9 @@ DIN_EVENTS, BATCH = 50, 1024
 def shared_batches(dataset: Dataset, feedback: Any, events: Any, config: RewardTraining) -> tuple[Examples, Batches]:
     """What the baselines see: the latest events and all dense columns. Their search finds nothing, for they have none."""
     found = examples(dataset, feedback, config)
-    shape = RewardConfig(num_items=len(dataset.item_ids), signals=found.signals, actions=events.names, tabs=feedback.tab_names, num_found=1, num_recent=DIN_EVENTS)
+    shape = RewardConfig(
+        num_items=len(dataset.item_ids), signals=found.signals, actions=events.names, tabs=feedback.tab_names, num_found=1, num_recent=DIN_EVENTS
+    )
     return found, Batches.of(found, shape, dataset, events, np.zeros((len(dataset.item_ids), 1), np.float32))
 
 
@@ -139,7 +141,9 @@ def din(found: Examples, batches: Batches, config: RewardTraining, seed: int) ->
     return {name: answer[:, column] for name, column in zip(JUDGED, columns, strict=True)}
 
 
-def ours(dataset: Dataset, feedback: Any, events: Any, config: RewardTraining, seed: int) -> tuple[PreferenceModel, dict[str, np.ndarray], dict[str, np.ndarray], Examples]:
+def ours(
+    dataset: Dataset, feedback: Any, events: Any, config: RewardTraining, seed: int
+) -> tuple[PreferenceModel, dict[str, np.ndarray], dict[str, np.ndarray], Examples]:
     """The model, and its logits and probabilities of the test's exposures."""
     with tempfile.TemporaryDirectory() as scratch:
         model = build(dataset, feedback, events, config, WEIGHTS, seed, Path(scratch))
@@ -147,7 +151,12 @@ def ours(dataset: Dataset, feedback: Any, events: Any, config: RewardTraining, s
     batches = Batches.of(found, model.network.config, dataset, events, model.spaces.search_vectors())
     logits = logits_of(model.network.float(), batches, found.rows(TEST))
     columns = {name: found.signals.index(name) for name in JUDGED}
-    return model, {name: logits[:, column] for name, column in columns.items()}, {name: model.calibrations[column](logits[:, column]) for name, column in columns.items()}, found
+    return (
+        model,
+        {name: logits[:, column] for name, column in columns.items()},
+        {name: model.calibrations[column](logits[:, column]) for name, column in columns.items()},
+        found,
+    )
 
 
 def rate(model: PreferenceModel, dataset: Dataset, runs: int) -> float:
@@ -219,10 +228,29 @@ def main() -> int:
                 "value": mine - theirs, "unit": "AUC", "better": "higher", "at_least": 0.0, "baseline": f"{who}: {theirs:.4f}", "runs": seeds, "spread": noise,
             }  # fmt: skip
         measures[f"auc_{name}"] = {"value": mine, "unit": "AUC", "better": "higher", "runs": seeds, "spread": float(np.std(aucs[name]["semantide"]))}
-        measures[f"calibration_error_{name}"] = {"value": 100 * float(np.mean(errors[name])), "unit": "%", "better": "lower", "at_least": 2.0, "baseline": "0: rates are as foretold", "runs": seeds}
+        measures[f"calibration_error_{name}"] = {
+            "value": 100 * float(np.mean(errors[name])),
+            "unit": "%",
+            "better": "lower",
+            "at_least": 2.0,
+            "baseline": "0: rates are as foretold",
+            "runs": seeds,
+        }
     for what in ("positives_pass", "others_pass", "auc"):
-        measures[f"gate_{what}"] = {"value": float(np.mean([gate[what] for gate in gates])), "unit": "share", "better": "lower" if what == "others_pass" else "higher", "runs": seeds}
-    measures["scored_per_second"] = {"value": speed, "unit": "items/s", "better": "higher", "at_least": 1024.0, "baseline": "64 prompts x 16 rollouts within a second", "runs": 9}
+        measures[f"gate_{what}"] = {
+            "value": float(np.mean([gate[what] for gate in gates])),
+            "unit": "share",
+            "better": "lower" if what == "others_pass" else "higher",
+            "runs": seeds,
+        }
+    measures["scored_per_second"] = {
+        "value": speed,
+        "unit": "items/s",
+        "better": "higher",
+        "at_least": 1024.0,
+        "baseline": "64 prompts x 16 rollouts within a second",
+        "runs": 9,
+    }
     return int(finish("reward", options, measures, []))
 
 

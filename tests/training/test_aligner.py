@@ -125,7 +125,7 @@ def tensors(world: World) -> dict[str, torch.Tensor]:
     ],
 )
 def test_what_is_rewarded_comes_more_often(world: World, changes: dict[str, Any]) -> None:
-    config = replace(CONFIG, steps=40, evaluate_every=40, **changes)
+    config = replace(CONFIG, steps=20, evaluate_every=20, learning_rate=1e-2, **changes)
     scorer = TasteScorer(even)
     world.aligner(config, scorer, tests=[0.5, 0.6]).run()
     rates = [float((rollouts.items_BG[rollouts.items_BG >= 0] % 2 == 0).mean()) for rollouts in scorer.seen]

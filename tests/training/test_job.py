@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from semantide.services.training import api
+from semantide.services.training.alignment_recipes import ALIGN_RECIPES
 from semantide.services.training.job import run
 from semantide.services.training.recipes import RECIPES
 from semantide.shared.artifacts import ArtifactStore
@@ -186,4 +187,4 @@ def test_models_and_recipes_can_be_read(make_job: MakeJob, make_room: Any, input
     for name in (ref, ref.removeprefix("models/")):
         card = client.get(f"/v1/models/{name}").json()
         assert (card["recipe"], card["catalog"], card["config"]["epochs"]) == ("tiny", inputs["catalog"], 1)
-    assert set(client.get("/v1/recipes").json()) == set(RECIPES)
+    assert set(client.get("/v1/recipes").json()) == {*RECIPES, *ALIGN_RECIPES}

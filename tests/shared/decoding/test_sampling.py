@@ -71,7 +71,7 @@ def test_a_group_holds_allowed_items_with_their_exact_log_probabilities(
 
 @pytest.mark.parametrize("distinct", [False, True])
 def test_items_come_as_often_as_the_policy_says(distinct: bool) -> None:
-    model, trie, codes, tokens, offsets = world(5, 12, (3, 3, 3), 1)
+    model, trie, codes, tokens, _ = world(5, 12, (3, 3, 3), 1)
     exact = item_log_probs(model, codes, list(range(12)), tokens, 1.0)
     draws = 4000
     many, bounds = tokens.repeat(draws), torch.arange(draws + 1) * len(tokens)

@@ -1,0 +1,137 @@
+"""The loss of GRPO-SR against its formulas, and the guard against the cases that it is for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semantide.services.training.alignment_guard import Change, Guard, Standing
+from semantide.services.training.alignment_recipes import ALIGN_RECIPES, align_recipe
+from semantide.services.training.grpo import group_advantages, policy_loss, prefix_advantages, shaped_rewards
+
+
+def rewards(seed: int, groups: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    present = torch.rand(groups, size, generator=generator) < 0.8
+    return torch.rand(groups, size, generator=generator), present
+
+
+def test_the_base_reward_is_gate_times_preference_and_known_positives_have_theirs() -> None:
+    preference = torch.tensor([[0.2, 0.4, 0.9]])
+    gate, known = torch.tensor([[True, False, False]]), torch.tensor([[False, False, True]])
+    assert shaped_rewards(preference, gate, known, 1.5).tolist() == [[pytest.approx(0.2), 0, 1.5]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 5), st.integers(2, 7), st.floats(0.1, 5), st.floats(-3, 3))
+def test_advantages_are_relative_to_the_group(seed: int, groups: int, size: int, scale: float, shift: float) -> None:
+    given_BG, present = rewards(seed, groups, size)
+    found = group_advantages(given_BG, present, 3, least_spread=1e-3)
+    for group in range(groups):
+        own = given_BG[group][present[group]]
+        if len(own) < 2 or float(own.std(correction=0)) <= 1e-3:
+            assert not found.used_B[group] and float(found.values_BGL[group].abs().max()) == 0
+        else:
+            wanted = (own - own.mean()) / own.std(correction=0)
+            assert torch.allclose(found.values_BGL[group][present[group]], wanted[:, None].expand(-1, 3), atol=1e-4)
+    other = group_advantages(given_BG * scale + shift, present, 3, least_spread=1e-3 * scale)
+    assert torch.allclose(found.values_BGL, other.values_BGL, atol=1e-2)
+    # Without anything in common beyond the root, or everything, prefixes change only what later codes are compared with.
+    codes = torch.arange(size)[None, :, None].expand(groups, -1, 3)
+    shared = prefix_advantages(given_BG, present, codes, least_spread=1e-3)
+    assert torch.allclose(shared.values_BGL[:, :, 0], found.values_BGL[:, :, 0], atol=1e-4)
+    same = prefix_advantages(given_BG, present, torch.zeros_like(codes), least_spread=1e-3)
+    assert torch.allclose(same.values_BGL, found.values_BGL, atol=1e-4)
+
+
+def test_a_prefix_is_compared_with_those_that_share_it() -> None:
+    rewards_BG, present = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4, dtype=torch.bool)
+    codes = torch.tensor([[[0, 0], [0, 1], [1, 0], [1, 1]]])
+    values = prefix_advantages(rewards_BG, present, codes, least_spread=0, divide=False).values_BGL
+    assert values[0, :, 0].tolist() == [0.75, -0.25, -0.25, -0.25]
+    # (1 + 0 + 1/4) / 3 and (0 + 0 + 1/4) / 3
+    assert values[0, :, 1].tolist() == pytest.approx([1 - 1.25 / 3, -1.25 / 3, -0.25 / 3, -0.25 / 3])
+
+
+def test_the_loss_is_the_papers_and_its_gradient_that_of_weighted_log_probabilities() -> None:
+    given_BG, present = rewards(3, 4, 5)
+    given_BG[2] = 0.5  # a group without spread
+    advantages = group_advantages(given_BG, present, 3, least_spread=1e-3)
+    log_probs = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    loss, held = policy_loss(log_probs, None, advantages, present)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    used = [group for group in range(4) if advantages.used_B[group]]
+    assert 2 not in used and float(held) == 0 and float(gradient[2].abs().max()) == 0
+    for group in used:
+        many = int(present[group].sum())
+        wanted = -advantages.values_BGL[group] / 3 / many / len(used) * present[group][:, None]
+        assert torch.allclose(gradient[group], wanted, atol=1e-6)
+
+
+def test_clipping_holds_back_what_has_gone_far_enough_and_nothing_else() -> None:
+    advantages = group_advantages(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), 1, least_spread=0)
+    before = torch.zeros(1, 2, 1)
+    for moved, held_back in (((0.5, 0.0), 0.5), ((0.0, -0.5), 0.5), ((-0.5, 0.5), 0.0)):
+        log_probs = torch.tensor(moved).view(1, 2, 1).requires_grad_()
+        loss, held = policy_loss(log_probs, before, advantages, torch.ones(1, 2, dtype=torch.bool), clip=0.2)
+        assert float(held) == held_back
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        assert int((gradient == 0).sum()) == round(2 * held_back)
+
+
+def standing(hits: float, reward: float, judge: float | None, spread: float = 0.0) -> Standing:
+    rng = np.random.default_rng(0)
+    noise = spread * rng.normal(size=200)
+    return Standing((np.arange(400) < hits * 400).astype(float), reward + noise, None if judge is None else judge + noise)
+
+
+@pytest.mark.parametrize(
+    ("now", "loss", "stops"),
+    [
+        (standing(0.5, 0.9, 0.6), 0.0, ""),
+        (standing(0.4, 0.9, 0.6), 0.0, "HR@50 fell from 0.5000 to 0.4000"),
+        (standing(0.4, 0.9, 0.6), 0.3, ""),
+        (standing(0.4975, 0.9, None), 0.0, ""),
+        (standing(0.5, 0.9, 0.4), 0.0, "while the independent judge fell by 0.1000"),
+        (standing(0.5, 0.4, 0.4), 0.0, ""),
+        (standing(0.5, 0.9, None), 0.0, ""),
+    ],
+)
+def test_the_guard_stops_what_falls_beyond_noise_and_rewards_that_a_judge_does_not_see(now: Standing, loss: float, stops: str) -> None:
+    verdict = Guard(2.0, loss).verdict(standing(0.5, 0.5, 0.5), now)
+    assert verdict.stops == bool(stops) and stops in verdict.reason
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000))
+def test_noise_alone_seldom_stops(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stops = 0
+    for _ in range(40):
+        before, after = ((rng.random(300) < 0.3).astype(float) for _ in range(2))
+        stops += Change.of(after, before).falls(2.0)
+    assert stops <= 8  # 1 of 44 on average
+
+
+def test_changes_are_of_the_same_users() -> None:
+    with pytest.raises(ValueError, match="the same users"):
+        Change.of(np.zeros(3), np.zeros(4))
+
+
+def test_recipes_and_their_numbers() -> None:
+    assert {name: align_recipe(name).recipe for name in ALIGN_RECIPES} == {"grpo": "grpo", "grpo-sr": "grpo-sr"}
+    assert align_recipe("grpo").supervised_weight == 0 < align_recipe("grpo-sr").supervised_weight
+    for changes, said in (
+        ({"group": 1}, "at least 2"),
+        ({"beams": 17}, "no more beams"),
+        ({"clip": -1}, "clip is"),
+        ({"baseline": "x"}, "baseline"),
+        ({"nosuch": 1}, "unknown"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            align_recipe("grpo", changes)
+    with pytest.raises(ValueError, match="recipe 'ppo'"):
+        align_recipe("ppo")
