@@ -103,8 +103,8 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def real_plane(servers: Path, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane whose nodes are real, and count as lost soon."""
-    with ControlPlane(tmp_path_factory.mktemp("real"), servers, grace_seconds=8, host=bridge_address(engine)) as running:
+    """A control plane whose nodes are real, and count as lost soon, but not because the machine is busy."""
+    with ControlPlane(tmp_path_factory.mktemp("real"), servers, grace_seconds=20, host=bridge_address(engine)) as running:
         yield running
 
 
