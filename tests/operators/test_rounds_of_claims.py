@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from semantide.operators.claimed_devices import claimed_devices
 from semantide.operators.inventory import read_nodes
-from semantide.shared.errors import PermanentError
 
 Worlds = Callable[..., Any]
 DRIVER = "npu.huawei.com"
@@ -136,18 +135,3 @@ def test_whoever_was_given_what_no_more_is_free_than_there_is(wished: list[list[
     alone = sum(len(npus) for at, npus in enumerate(wished[: len(pods)]) if at % 2)
     if len(named) == alone:  # the operator gives no device to two
         assert node.free.bit_count() == 8 - promised
-
-
-def test_remains_that_may_not_be_deleted_stop_nothing(world: Worlds) -> None:
-    lab = world(["a", "b"])
-    lab.submit("train", pods=2, npus=8, restartPolicy={"limit": 5, "backoffSeconds": 0})
-    lab.settle()
-
-    def forbidden(verb: str, kind: str, name: str) -> None:
-        if verb == "delete" and kind == "ConfigMap":
-            raise PermanentError("may not")
-
-    lab.cluster.fails = forbidden
-    lab.end("train", rank=1, status=1)
-    lab.turn(10, 5.0)
-    assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from semantide.shared.errors import TransientError
+from semantide.shared.errors import PermanentError, TransientError
 
 Worlds = Callable[..., Any]
 BESIDE = {"ConfigMap", "Service", "PodGroup", "ResourceClaimTemplate"}
@@ -104,3 +104,18 @@ def test_pods_go_before_their_job_where_its_deletion_is_a_foreground_one(world: 
     blocks = {body["kind"]: {owner["blockOwnerDeletion"] for owner in body["metadata"]["ownerReferences"]} for body in lab.cluster.of("Pod")}
     assert blocks == {"Pod": {True}}
     assert all(not owner["blockOwnerDeletion"] for body in lab.cluster.of("ConfigMap") for owner in body["metadata"]["ownerReferences"])
+
+
+def test_remains_that_may_not_be_deleted_stop_nothing(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8, restartPolicy={"limit": 5, "backoffSeconds": 0})
+    lab.settle()
+
+    def forbidden(verb: str, kind: str, name: str) -> None:
+        if verb == "delete" and kind == "ConfigMap":
+            raise PermanentError("may not")
+
+    lab.cluster.fails = forbidden
+    lab.end("train", rank=1, status=1)
+    lab.turn(10, 5.0)
+    assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 2

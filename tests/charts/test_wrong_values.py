@@ -1,0 +1,50 @@
+"""Values that make no sense are refused by name, with what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+Refuse = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--set", "replicaCount=2"], ["replicaCount", "not allowed"]),
+        (["--set", "workers.trainng.replicas=2"], ["/workers", "trainng", "not allowed"]),
+        (["--set", "workers.training.replica=2"], ["/workers/training", "replica", "not allowed"]),
+        (["--set", "settings.historyLenght=3"], ["/settings", "historyLenght"]),
+        (["--set", "settings.historyLength=0"], ["/settings/historyLength", "minimum"]),
+        (["--set-json", 'workers.training.accelerators={"nvidia.com/gpu": 1}'], ["nvidia.com~1gpu", "want string"]),
+        (["--set", "workers.training.resources.limits.memory=4GB"], ["/workers/training/resources/limits/memory"]),
+        (["--set", "dataAccessMode=ReadWriteOncePod"], ["/dataAccessMode", "ReadWriteMany"]),
+        (["--set", "redisEnabled=false"], ["redisUrlSecret is empty", "redis://"]),
+        (["--set", "redisUrlSecret=mine"], ['redisUrlSecret is "mine"', "redisEnabled=false"]),
+        (["--set", "ingressEnabled=true,ingressPaths./x=serving"], ["/x", '"serving"', "not in apis (all)"]),
+        (["--set", "ingressEnabled=true,ingressTlsSecret=x"], ["ingressHost is empty"]),
+        (["--set", "httpRouteEnabled=true"], ["httpRouteGateways is empty", "{public: {namespace: gateways}}"]),
+        (["--set", "serviceMonitorEnabled=true"], ["metricsEnabled is false", "metricsEnabled=true"]),
+        (["--set", "autoscaler=keda,apis.all.maxReplicas=3"], ["kedaPrometheusAddress is empty", "http://prometheus"]),
+        (["--set", "apis.all.maxReplicas=3,apis.all.minReplicas=4"], ["api-all", "minReplicas is 4", "above maxReplicas 3"]),
+        (["--set", "ingressEnabled=true,ingressPaths./x=router"], ["/x", '"router"', "not in apis (all)"]),
+        (["--set", "servingReplicas.main.replicas.max=2,operatorEnabled=false"], ["operatorEnabled is false", "operatorEnabled=true"]),
+        (["--set", "servingReplicas.main.rollout.stratgy=InPlace"], ["/servingReplicas/main/rollout", "stratgy", "not allowed"]),
+        (["--set", "servingReplicas.main.rollout.strategy=Inplace"], ["/servingReplicas/main/rollout/strategy", "'Surge', 'InPlace'"]),
+        (["--set", "servingReplicas.main.rollout.maxUnavailable=25%"], ["/servingReplicas/main/rollout/maxUnavailable", "want integer"]),
+        (["--set", "servingReplicas.main.target.queueDepth=0"], ["/servingReplicas/main/target/queueDepth", "minimum"]),
+        (["--set", "servingReplicas.main.target.p99=50"], ["/servingReplicas/main/target", "p99"]),
+        (["--set", "servingReplicas.main.template.nodeselector.a=b"], ["/servingReplicas/main/template", "nodeselector", "not allowed"]),
+        (["--set", "servingReplicas.main.template.env=x"], ["/servingReplicas/main/template/env", "want array"]),
+        (["--set", "operatorPodTemplate.nodeSelecter.a=b"], ["/operatorPodTemplate", "nodeSelecter"]),
+        (["--set", "operatorSettings.roundSeconds=120"], ["/operatorSettings/roundSeconds", "maximum"]),
+        (["--set", "jobKinds.train.npus=8"], ["/jobKinds/train", "npus"]),
+        (["--set", "operatorProfile=gpu"], ["/operatorProfile", "nvidia"]),
+        (["--set", "operatorResourceName=Ascend910"], ["/operatorResourceName"]),
+    ],
+)
+def test_wrong_values_are_named(refuse: Refuse, options: list[str], words: list[str]) -> None:
+    error = refuse(*options)
+    for word in words:
+        assert word in error
