@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ class ItemSpaces:
 
     def search_vectors(self) -> FloatArray:
         """Both beside each other, of length one [N, C + G]."""
+        return self._joined
+
+    @cached_property
+    def _joined(self) -> FloatArray:
         return unit_rows(np.concatenate([self.content_NC, self.collaborative_NG], axis=1))
 
     def later(self, table: pa.Table) -> tuple[FloatArray, FloatArray]:

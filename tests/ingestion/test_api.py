@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from semantide.services.ingestion import api
 from semantide.services.ingestion.sources import confined, files_below
-from semantide.services.ingestion.stream import STREAM
+from semantide.services.ingestion.stream import STREAM, decode, encode
 from semantide.shared.http import build_app
 
 NOW = int(time.time() * 1000)
@@ -53,6 +53,13 @@ def send_items(client: TestClient, *rows: Any) -> Any:
         ("item", {"item": None}, "text"),
         ("item", {"item": ["a"]}, "text"),
         ("value", {"value": math.inf}, "finite"),
+        ("position", {"position": -1}, "from 0 on"),
+        ("propensity", {"propensity": 0}, "above 0"),
+        ("propensity", {"propensity": 1.5}, "at most 1"),
+        ("propensity", {"propensity": math.nan}, "number"),
+        ("signals", {"signals": ["click", "purchas"]}, "SEMANTIDE_ACTIONS"),
+        ("signals", {"signals": "click"}, "list"),
+        ("signals", {"signals": ["click"] * 65}, "fewer"),
         ("valeu", {"valeu": 1}, "spelling"),
         ("user", {"user": "\ud800"}, "UTF-8"),
     ],
@@ -199,3 +206,14 @@ def test_uploads_appear_whole(client: TestClient, settings: Any) -> None:
 def test_an_upload_that_does_not_fit_is_507(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_SPARE_BYTES", 1 << 60)
     assert client.put("/v1/uploads/log.csv", content=b"x").status_code == 507
+
+
+def test_what_an_exposure_says_of_itself_reaches_the_log(client: TestClient, broker: Any) -> None:
+    told = {"tab": 7, "position": 3, "propensity": 0.25, "signals": ["click", "like"]}
+    assert send(client, {**GOOD, **told}, GOOD).json()["accepted"] == 2
+    table = decode(*broker.xrange(STREAM)[0]).table
+    assert table.select(list(told)).to_pylist() == [{**told, "tab": "7"}, dict.fromkeys(told)]
+    # An API of an earlier version may still be sending.
+    old = encode("interactions", table.drop_columns(list(told)))
+    read = decode(b"1-0", {key.encode(): value for key, value in old.items()}).table
+    assert read.schema.equals(table.schema) and read.select(list(told)).to_pylist() == [dict.fromkeys(told)] * 2
