@@ -1,11 +1,9 @@
 """What the command line sends is what the rooms' own routes take: no process, but the real applications."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
@@ -23,7 +21,6 @@ from semantide.shared.contracts import CandidateJudged, JobSpec
 from semantide.shared.errors import NotFound
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobOutcome, Jobs
-from semantide.shared.page_report import PageCounts
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,12 @@ def test_cases_are_the_held_out_events_and_a_drawn_part_of_them_stays_the_same(r
     assert len(some) == 10
 
 
+def test_cases_may_be_left_to_users_whose_held_out_page_has_several_items(ring: Dataset) -> None:
+    longer = replace(ring, valid_end=np.where(np.arange(len(ring.user_ids)) % 4 == 0, ring.train_end, ring.valid_end).astype(np.int32))
+    assert [case.user for case in cases_of(longer, "test", min_targets=2)] == list(range(0, len(ring.user_ids), 4))
+    assert cases_of(longer, "test", min_targets=3) == []
+
+
 def test_rows_align_by_item_and_missing_items_are_named() -> None:
     assert rows_of(("b", "a"), {"a": 0, "b": 1, "c": 2}, "the catalog", "").tolist() == [1, 0]
     assert inverse(np.array([1, 0]), 3).tolist() == [1, 0, -1]
@@ -88,7 +95,10 @@ def test_rows_align_by_item_and_missing_items_are_named() -> None:
         rows_of(("x", "a", "y"), {"a": 0}, "the catalog", "tokenize it")
 
 
-@pytest.mark.parametrize("changes", [{"ks": []}, {"ks": [0]}, {"ks": 5}, {"part": "train"}, {"beam_width": 0}, {"max_users": 0}, {"beam": 3}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"ks": []}, {"ks": [0]}, {"ks": 5}, {"part": "train"}, {"beam_width": 0}, {"max_users": 0}, {"min_targets": 0}, {"min_targets": None}, {"beam": 3}],
+)
 def test_a_wrong_evaluation_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         EvaluateConfig.of(changes)
