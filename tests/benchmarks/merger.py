@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ from semantide.services.training.recipes import recipe
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.shared.dataset import Dataset
 from semantide.shared.models.generator import Generator, GeneratorConfig
-from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
+from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.models.tokenizer import TokenizerConfig
@@ -153,7 +154,7 @@ def saved(options: argparse.Namespace) -> tuple[dict[str, Measure], list[str]]:
                 "places": {name: float(prompt.num_places) for name, prompt in kept.items()},
                 "prefill": alternate({name: partial(decoder.begin, *prompts[name]) for name, decoder in decoders.items()}, runs, 0.02),
                 "kv": {name: float(prompt.kv_L2pGd.nbytes) for name, prompt in kept.items()},
-                "returning": alternate({name: partial(_return, decoders[name], readings, name, items) for name in decoders}, runs, 0.02),
+                "returning": alternate({name: returning(decoders[name], prompts[name][0], items) for name in decoders}, runs, 0.02),
             }
             say(f"{shape}, {items} items: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in figures["prefill"].items()))
             for what, values in figures.items():
@@ -168,17 +169,11 @@ def saved(options: argparse.Namespace) -> tuple[dict[str, Measure], list[str]]:
     return measures, wrong
 
 
-_KEPT: dict[tuple[int, str, int], PromptKV] = {}
-
-
-def _return(decoder: GeneratorDecoder, readings: Readings, name: str, items: int) -> None:
-    """A user whose history is known up to the last item."""
-    prompt, offsets = readings.prompt(name, items)
-    key = (id(decoder), name, items)
-    if key not in _KEPT:
-        before = prompt[: len(prompt) - len(prompt[1:]) // items]
-        _KEPT[key] = decoder.begin(before, torch.tensor([0, len(before)]))[1].prompt_kv(0)
-    decoder.begin(prompt, offsets, [_KEPT[key]])
+def returning(decoder: GeneratorDecoder, prompt: Tensor, items: int) -> Callable[[], object]:
+    """The request of a user whose history is known up to the last item."""
+    before, offsets = prompt[: len(prompt) - len(prompt[1:]) // items], torch.tensor([0, len(prompt)])
+    kept = decoder.begin(before, torch.tensor([0, len(before)]))[1].prompt_kv(0)
+    return lambda: decoder.begin(prompt, offsets, [kept])
 
 
 @dataclass(frozen=True)
