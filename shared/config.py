@@ -6,9 +6,9 @@ Read once per process by the entry points (``services/local.py``, the command li
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, StringConstraints
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -119,7 +119,9 @@ class Settings(BaseSettings):
     """Most memory in the broker for such lists; the oldest go first, bytes."""
     serving_source: Literal["auto", "generator", "retriever", "both"] = "auto"
     """Who ranks where a request does not say. ``auto``: the generator, and the promoted retriever where no generator is live or too many requests wait for it."""
-    promotion_bounds: dict[str, float] = {"hr@50": 0.02, "ndcg@50": 0.02}
+    promotion_bounds: dict[
+        Annotated[str, StringConstraints(pattern=r"^(hr|recall|ndcg|mrr)@[1-9][0-9]{0,3}$")], Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+    ] = Field(default={"hr@50": 0.02, "ndcg@50": 0.02}, min_length=1)
     """How much of the live model's figure on held-out users a candidate that goes live `if-not-worse` may have lost, in 95 of 100 such tests, metric by metric, shares. JSON."""
     promotion_users: int = Field(default=0, ge=0)
     """Most users of that test, drawn by chance. 0: all."""

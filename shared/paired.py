@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,6 @@ def normal_quantile(share: float) -> float:
 
     Raises: ValueError for a share outside of 0 to 1.
     """
-    from statistics import NormalDist
-
     if not 0 < share < 1:
         raise ValueError(f"share is {share}: give one between 0 and 1")
     return NormalDist().inv_cdf(share)

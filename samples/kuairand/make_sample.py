@@ -50,9 +50,8 @@ def main(folder: Path, target: Path) -> None:
     first = events.group_by("user").agg(pl.col("time").min().alias("first"))
     earlier = earlier_events(folder, users).join(first, on="user").filter(pl.col("time") < pl.col("first")).drop("first")
     interactions = pl.concat([events, earlier], how="diagonal").unique(["user", "item", "time"], keep="first", maintain_order=True).sort("user", "time", "item")
-    interactions.select("user", "item", "time", "action", "page", pl.col("value").cast(pl.Float64)).write_parquet(
-        target / "interactions.parquet", compression="zstd", compression_level=19
-    )
+    told = ("user", "item", "time", "action", "page", "tab", "signals")
+    interactions.select(*told, pl.col("value").cast(pl.Float64)).write_parquet(target / "interactions.parquet", compression="zstd", compression_level=19)
     used = interactions["item"].unique()
     videos = pl.read_csv(folder / "KuaiRand-Pure_data_video_features_basic_pure.csv", infer_schema_length=None)
     items = [kuairand.video(row) for row in videos.iter_rows(named=True) if str(row["video_id"]) in set(used)]

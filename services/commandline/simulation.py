@@ -106,8 +106,9 @@ class StackVariant:
             return list(pool.map(self._ask, requests))
 
     def _ask(self, request: Request) -> list[str]:
-        body = {
-            "history": [{"item": event.item, "action": event.action, "time": event.time} for event in request.history],
+        past = [{"item": event.item, "action": event.action, "time": event.time} for event in request.history]
+        body: dict[str, Any] = {
+            **({"history": past} if past else {"user": request.user}),
             "n": request.n,
             "exclude_ids": sorted(request.exclude),
             "variant": self._variant,

@@ -15,7 +15,7 @@ import torch
 
 from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, Examples, examples, totals
 from semantide.services.reward.fitting import fit, logits_of
-from semantide.services.reward.item_spaces import item_spaces
+from semantide.services.reward.item_spaces import crossed_search_vectors, item_spaces
 from semantide.services.reward.recipes import RewardTraining
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
@@ -53,7 +53,9 @@ def build(
     tick("reading feedback", 0.0)
     found = examples(dataset, feedback, config)
     tick("spaces of items", 0.02)
-    spaces = item_spaces(dataset, _train_events(dataset, found), config, seed)
+    train_E = _train_events(dataset, found)
+    spaces = item_spaces(dataset, train_E, config, seed)
+    crossed_2ND = crossed_search_vectors(dataset, train_E, spaces, config, seed)
     shape = RewardConfig(
         num_items=len(dataset.item_ids),
         signals=found.signals,
@@ -74,7 +76,7 @@ def build(
     if backbone_NB is not None:
         network.backbone_NB.copy_(torch.from_numpy(backbone_NB))
     network.to(device or torch.device("cpu"))
-    batches = Batches.of(found, shape, dataset, events, spaces.search_vectors(), config.debias in ("position", "both"))
+    batches = Batches.of(found, shape, dataset, events, spaces.search_vectors(), crossed_2ND, debias_position=config.debias in ("position", "both"))
 
     def told(done: float, figures: dict[str, float]) -> None:
         tick("training", 0.05 + 0.8 * done / config.epochs)

@@ -7,7 +7,8 @@ Legend: X exposures, S signals, A actions, N items, U users, E events of all his
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -98,11 +99,14 @@ def _uses(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> npt.N
     A split by events holds out what was liked and what lies around it: rates there are not those of what is shown.
     """
     use_X = np.full(len(feedback), UNUSED, dtype=np.int8)
+    # Before the first exposure that nobody answered only answers were logged, and rates were not those of what was shown.
+    unanswered = feedback.times[~feedback.signals_XS.any(1)]
+    told = feedback.times >= (unanswered.min() if len(unanswered) else 0)
     if dataset.header.get("valid_time"):
         for part, use in enumerate((TRAIN, HELD_OUT, TEST)):
-            use_X[feedback.parts == part] = use
+            use_X[told & (feedback.parts == part)] = use
     else:
-        usable = np.flatnonzero(feedback.parts == 0)
+        usable = np.flatnonzero(told & (feedback.parts == 0))
         if len(usable):
             times = feedback.times[usable]
             bounds = np.quantile(times, [1 - config.held_out - config.test, 1 - config.test], method="higher")
@@ -158,30 +162,54 @@ def _weights(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTra
 
 @dataclass(frozen=True)
 class Batches:
-    """Examples as the network takes them."""
+    """Examples as the network takes them.
+
+    ``vectors_ND`` is what is searched with; for examples of training that is ``crossed_2ND`` where there is one, see ``crossed_search_vectors``.
+    """
 
     examples: Examples
     config: RewardConfig
     histories: Histories
     vectors_ND: FloatArray
+    crossed_2ND: FloatArray | None
     debias_position: bool
 
     @classmethod
-    def of(cls, found: Examples, config: RewardConfig, dataset: Dataset, events: EventActions, vectors_ND: FloatArray, debias_position: bool) -> Batches:
+    def of(
+        cls,
+        found: Examples,
+        config: RewardConfig,
+        dataset: Dataset,
+        events: EventActions,
+        vectors_ND: FloatArray,
+        crossed_2ND: FloatArray | None = None,
+        *,
+        debias_position: bool = True,
+    ) -> Batches:
         """Bring the histories into the network's numbers."""
         actions_E = events.among(config.actions)[events.numbers_E].astype(np.int64)
-        return cls(found, config, Histories(dataset.items.astype(np.int64), actions_E), vectors_ND, debias_position)
+        odd_E = np.repeat(np.arange(len(dataset.user_ids)), np.diff(dataset.offsets)) % 2
+        items_E = dataset.items.astype(np.int64)
+        return cls(found, config, Histories(items_E, actions_E, items_E + odd_E * len(vectors_ND)), vectors_ND, crossed_2ND, debias_position)
 
     def batch(self, rows: IntArray) -> RewardBatch:
-        """Some examples."""
+        """Some examples, all of one use."""
         found, config = self.examples, self.config
         begins, ends = np.maximum(found.begins_X[rows], found.ends_X[rows] - config.max_history), found.ends_X[rows]
         counts = self.histories.action_counts(len(config.actions), begins, ends)
         user = user_features(found.shown_user_X[rows], found.given_user_XS[rows], found.usual_S, ends - begins, counts)
         item = item_features(found.shown_item_X[rows], found.given_item_XS[rows], found.usual_S)
         feedback = found.feedback
-        shown = (feedback.positions[rows], feedback.tabs[rows]) if self.debias_position else (None, None)
-        return pairs(config, self.vectors_ND, self.histories, begins, ends, feedback.items[rows].astype(np.int64), user, item, *shown)
+        positions, tabs = (feedback.positions[rows], feedback.tabs[rows]) if self.debias_position else (None, None)
+        items = feedback.items[rows].astype(np.int64)
+        if self.crossed_2ND is None or not len(rows) or found.use_X[rows[0]] != TRAIN:
+            return pairs(config, self.vectors_ND, self._plain, begins, ends, items, user, item, positions, tabs)
+        keys = items + (feedback.users[rows] % 2 == 1) * len(self.vectors_ND)
+        return pairs(config, self.crossed_2ND, self.histories, begins, ends, items, user, item, positions, tabs, keys)
+
+    @cached_property
+    def _plain(self) -> Histories:
+        return replace(self.histories, keys_E=None)
 
     def parts(self, rows: IntArray, size: int) -> Iterator[tuple[IntArray, RewardBatch]]:
         """The examples a batch at a time."""

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from semantide.services.reward.examples import HELD_OUT, TRAIN, Batches
+from semantide.services.reward.linear_start import begin
 from semantide.services.reward.recipes import RewardTraining
 from semantide.shared.errors import PermanentError
 from semantide.shared.models.interest_search import IntArray
@@ -53,9 +54,15 @@ def fit(network: RewardNetwork, batches: Batches, config: RewardTraining, seed: 
         ],
         lr=config.learning_rate,
     )
-    progress = _restore(network, optimiser, folder)
     rows = batches.examples.rows(TRAIN)
     held_out = batches.examples.rows(HELD_OUT)
+    progress = _restore(network, optimiser, folder)
+    if not progress.epoch:
+        begin(network.cpu(), batches, rows, seed)
+        network.to(device)
+        if len(held_out):
+            progress.best_loss = float(np.mean(_held_out_loss(network, batches, held_out)))
+            _keep(network, optimiser, progress, folder, True)
     while progress.epoch < config.epochs and progress.epoch - progress.best_epoch < config.patience:
         epoch = progress.epoch
         torch.manual_seed(seed * 1_000_003 + epoch)

@@ -5,6 +5,8 @@ Only training events are read. Legend: U users, N items, C content and G collabo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import scipy.sparse as sp
@@ -37,6 +39,20 @@ def item_spaces(dataset: Dataset, train_E: np.ndarray, config: RewardTraining, s
         lacking = described & ~liked
         collaborative[lacking] = unit_rows(mapped(content[lacking]))
     return ItemSpaces(content, collaborative, text, embedded, mapped)
+
+
+def crossed_search_vectors(dataset: Dataset, train_E: np.ndarray, spaces: ItemSpaces, config: RewardTraining, seed: int) -> FloatArray:
+    """What training searches with [2 N, C + G]: for users of even rows, vectors of what those of odd rows liked together, and the other way round below.
+
+    An item that a user liked was liked together with his others by that alone: vectors that know it would tell the answer in training, and never after it.
+    """
+    users_E = np.repeat(np.arange(len(dataset.user_ids)), np.diff(dataset.offsets))
+    halves = []
+    for half in (0, 1):
+        others = _collaborative(dataset, train_E & (users_E % 2 != half), config, seed)
+        missing = spaces.collaborative_NG.shape[1] - others.shape[1]
+        halves.append(replace(spaces, collaborative_NG=np.pad(others, ((0, 0), (0, missing)))).search_vectors())
+    return np.concatenate(halves)
 
 
 def _content(table: pa.Table, config: RewardTraining, seed: int) -> tuple[FloatArray, TextFeatures | None, bool]:

@@ -78,6 +78,11 @@ class RewardConfig:
         """Width of how an item has fared."""
         return 1 + len(self.signals)
 
+    @property
+    def known_features(self) -> int:
+        """Width of all that is known of a pair without its ids: user, item and its content, and how alike the history is to the item."""
+        return self.user_features + self.item_features + self.content_size + 4
+
 
 @dataclass(frozen=True)
 class RewardBatch:
@@ -134,11 +139,11 @@ class RewardNetwork(nn.Module):
         self.ages = nn.Embedding(AGE_BUCKETS, size)
         self.query, self.key, self.value = (nn.Linear(size, size, bias=False) for _ in range(3))
         self.likeness = nn.Parameter(torch.ones(2, config.num_heads))
-        widths = (7 * size + config.user_features + config.item_features + 4, *config.layer_sizes)
+        widths = (7 * size + config.known_features, *config.layer_sizes)
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in itertools.pairwise(widths))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths[1:])
         self.heads = nn.Linear(widths[-1], len(config.signals))
-        self.straight = nn.Linear(config.user_features + config.item_features, len(config.signals), bias=False)
+        self.straight = nn.Linear(config.known_features, len(config.signals), bias=False)
         # The last row is that of a place or tab that is not known.
         self.place_effects = nn.Parameter(torch.zeros(config.positions + 1, len(config.signals)))
         self.tab_effects = nn.Parameter(torch.zeros(len(config.tabs) + 1, len(config.signals)))
@@ -150,7 +155,9 @@ class RewardNetwork(nn.Module):
         nn.init.zeros_(self.ids.weight[0])
         for embedding in (self.actions, self.ages):
             nn.init.normal_(embedding.weight, std=0.02)
+        # What the layers say is added to what is plain from the start.
         nn.init.zeros_(self.straight.weight)
+        nn.init.zeros_(self.heads.weight)
 
     def widen(self, content_MC: Tensor) -> None:
         """Take in items that came after training, by what they are: they get the rows after those of training."""
@@ -189,14 +196,9 @@ class RewardNetwork(nn.Module):
             weights = F.softmax(F.pad(scores.masked_fill(~there_XM1, -torch.inf), (0, 0, 1, 0)), dim=1)[:, 1:]
             pooled.append(torch.einsum("xmh,xmhd->xhd", weights, v_XMHd[:, part]).flatten(1))
         there_XM = batch.there_XM.to(item_XD.dtype)
-        num_XM = there_XM.sum(1, keepdim=True)
-        mean_XD = (events_XMD * there_XM.unsqueeze(-1)).sum(1) / num_XM.clamp(min=1)
-        alike = batch.alike_XM[:, :found]
-        likeness = torch.stack(
-            [alike.amax(1), alike.sum(1) / there_XM[:, :found].sum(1).clamp(min=1), num_XM.squeeze(1).log1p(), (num_XM.squeeze(1) > 0).to(alike)], 1
-        )
-        known = torch.cat([batch.user_XU, batch.item_XI], 1)
-        x = torch.cat([item_XD, *pooled, mean_XD, *(item_XD * each for each in (*pooled, mean_XD)), known, likeness], 1)
+        mean_XD = (events_XMD * there_XM.unsqueeze(-1)).sum(1) / there_XM.sum(1, keepdim=True).clamp(min=1)
+        known = self.known(batch)
+        x = torch.cat([item_XD, *pooled, mean_XD, *(item_XD * each for each in (*pooled, mean_XD)), known], 1)
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = dropout(F.silu(norm(layer(x))), config.dropout, self.training)
         logits_XS: Tensor = self.heads(x) + self.straight(known)
@@ -204,11 +206,24 @@ class RewardNetwork(nn.Module):
             return logits_XS + self.usual_effect
         return logits_XS + self.effects(batch.positions_X, batch.tabs_X)
 
+    def known(self, batch: RewardBatch) -> Tensor:
+        """All that is known of pairs without their ids [X, F]."""
+        found = self.config.num_found
+        alike, there = batch.alike_XM[:, :found], batch.there_XM[:, :found]
+        num_X, num_found_X = batch.there_XM.sum(1).to(alike), there.sum(1).to(alike)
+        likeness = torch.stack([alike.amax(1), alike.sum(1) / num_found_X.clamp(min=1), num_X.log1p(), (num_X > 0).to(alike)], 1)
+        content_XC = torch.where((batch.items_X >= 0)[:, None], self.content_NC[batch.items_X.clamp(min=0)], 0)
+        return torch.cat([batch.user_XU, batch.item_XI, content_XC, likeness], 1)
+
     def effects(self, positions_X: Tensor, tabs_X: Tensor) -> Tensor:
         """What place and tab add [X, S]."""
-        places_X = torch.where(positions_X >= 0, positions_X.clamp(max=self.config.positions - 1), self.config.positions)
-        tabs_X = torch.where(tabs_X >= 0, tabs_X, len(self.config.tabs))
+        places_X, tabs_X = self.conditions(positions_X, tabs_X)
         return self.place_effects[places_X] + self.tab_effects[tabs_X]
+
+    def conditions(self, positions_X: Tensor, tabs_X: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the effects of place and tab."""
+        places_X = torch.where(positions_X >= 0, positions_X.clamp(max=self.config.positions - 1), self.config.positions)
+        return places_X, torch.where(tabs_X >= 0, tabs_X, len(self.config.tabs))
 
     def save_pretrained(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``."""

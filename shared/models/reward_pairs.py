@@ -23,10 +23,14 @@ _EXTREME = 4.0
 
 @dataclass(frozen=True)
 class Histories:
-    """Histories one after another, as item rows (-1 for an item that nothing is known of) and action numbers + 1 (0 for another action)."""
+    """Histories one after another, as item rows (-1 for an item that nothing is known of) and action numbers + 1 (0 for another action).
+
+    ``keys_E`` are the items' rows among the vectors of the search, where these are others.
+    """
 
     items_E: IntArray
     actions_E: IntArray
+    keys_E: IntArray | None = None
 
     @cached_property
     def _before(self) -> dict[int, npt.NDArray[np.int32]]:
@@ -74,10 +78,13 @@ def pairs(
     item_XI: FloatArray,
     positions_X: npt.NDArray[Any] | None = None,
     tabs_X: npt.NDArray[Any] | None = None,
+    keys_X: IntArray | None = None,
 ) -> RewardBatch:
-    """Pairs of a user, whose history is a stretch of events, and an item; ``vectors_ND`` is what the search compares."""
+    """Pairs of a user, whose history is a stretch of events, and an item; ``vectors_ND`` is what the search compares, ``keys_X`` the items' rows there."""
+    keys_X = items_X if keys_X is None else keys_X
+    keys_E = histories.items_E if histories.keys_E is None else histories.keys_E
     begins_X = np.maximum(begins_X, ends_X - config.max_history)
-    places_XK, alike_XK = search(vectors_ND, histories.items_E, begins_X, ends_X, items_X, config.num_found)
+    places_XK, alike_XK = search(vectors_ND, keys_E, begins_X, ends_X, keys_X, config.num_found)
     recent_XR = ends_X[:, None] - config.num_recent + np.arange(config.num_recent)
     recent_XR = np.where(recent_XR >= begins_X[:, None], recent_XR, -1)
     places_XM = np.concatenate([places_XK, recent_XR], axis=1)
@@ -87,8 +94,10 @@ def pairs(
     events_XM = np.where(there_XM, 0 if empty else histories.items_E[safe_XM], -1)
     actions_XM = np.where(there_XM, 0 if empty else histories.actions_E[safe_XM], 0)
     ages_XM = np.where(there_XM, np.minimum(np.log2(np.maximum(ends_X[:, None] - safe_XM, 1)), AGE_BUCKETS - 1), 0).astype(np.int64)
-    alike_XR = np.einsum("xrd,xd->xr", vectors_ND[events_XM[:, config.num_found :]], vectors_ND[items_X], optimize=True)
-    known_XR = (events_XM[:, config.num_found :] >= 0) & (items_X >= 0)[:, None]
+    recent = slice(config.num_found, None)
+    keys_XR = np.where(there_XM, 0 if empty else keys_E[safe_XM], -1)[:, recent]
+    alike_XR = np.einsum("xrd,xd->xr", vectors_ND[keys_XR], vectors_ND[keys_X], optimize=True)
+    known_XR = (events_XM[:, recent] >= 0) & (items_X >= 0)[:, None]
     alike_XM = np.concatenate([alike_XK, np.where(known_XR, alike_XR, 0)], axis=1).astype(np.float32)
 
     def tensor(values: npt.NDArray[Any]) -> torch.Tensor:

@@ -114,7 +114,8 @@ def _lived(simulation: Simulation, block: Numbers) -> _Past:
     if tables:
         log = pa.concat_tables(tables)
         for user, item, action, time in zip(*(log[name].to_pylist() for name in ("user", "item", "action", "time")), strict=True):
-            events[int(user[1:]) - int(block[0])].append(Event(item, action, time))
+            if action != "exposure":
+                events[int(user[1:]) - int(block[0])].append(Event(item, action, time))
     return _Past(events, opened)
 
 
@@ -125,7 +126,7 @@ class _Trial:
         self._simulation, self._block, self._length = simulation, block, history
         self._visits = Visits(simulation.preference, simulation.marginals, block, past.opened_BN)
         self._events = [list(events) for events in past.events]
-        self._opened = [{event.item for event in events if event.action not in ("exposure", "hate")} for events in past.events]
+        self._opened = [{event.item for event in events if event.action != "hate"} for events in past.events]
         self._sums = {figure: np.zeros(len(block)) for figure in FIGURES}
 
     def run(self, recommend: Recommender, visits: int) -> dict[str, Floats]:
@@ -190,7 +191,8 @@ class _Trial:
             name = self._simulation.world.item_id(item)
             shown.add(name)
             action = strongest({signal for signal, happened in signals.items() if happened[slot]})
-            self._events[row].append(Event(name, action, time + slot))
+            if action != "exposure":
+                self._events[row].append(Event(name, action, time + slot))
             if action not in ("exposure", "hate"):
                 self._opened[row].add(name)
 

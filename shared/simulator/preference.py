@@ -15,7 +15,7 @@ from semantide.shared.simulator.marginals import Marginals
 from semantide.shared.simulator.users import Numbers, World
 
 # Log odds per unit: the lasting taste, the topic in the fore, the item's attraction, the person's readiness. The last two give the spread of people's and items' click rates in the real log.
-_TASTE, _FOCUS, _ATTRACTION, _READINESS = 3.0, 2.2, 1.5, 2.1
+_TASTE, _FOCUS, _ATTRACTION, _READINESS = 4.0, 3.2, 1.5, 2.4
 _REPEAT = 2.5  # taken from the log odds of what was opened before
 
 # After a click: how much of what brought it counts again, how much the item's value does, and how much an attraction that promised too much costs.

@@ -17,7 +17,7 @@ from semantide.shared.simulator.users import Numbers
 
 @dataclass(frozen=True)
 class Event:
-    """One thing of a person's past."""
+    """One thing of a person's past: what was done with an item. Exposures without a reaction are none."""
 
     item: str
     action: str

@@ -49,7 +49,7 @@ def shared_batches(dataset: Dataset, feedback: Any, events: Any, config: RewardT
     shape = RewardConfig(
         num_items=len(dataset.item_ids), signals=found.signals, actions=events.names, tabs=feedback.tab_names, num_found=1, num_recent=DIN_EVENTS
     )
-    return found, Batches.of(found, shape, dataset, events, np.zeros((len(dataset.item_ids), 1), np.float32), True)
+    return found, Batches.of(found, shape, dataset, events, np.zeros((len(dataset.item_ids), 1), np.float32))
 
 
 def logistic(dataset: Dataset, found: Examples, batches: Batches) -> dict[str, np.ndarray]:
@@ -148,7 +148,7 @@ def ours(
     with tempfile.TemporaryDirectory() as scratch:
         model = build(dataset, feedback, events, config, WEIGHTS, seed, Path(scratch))
     found = examples(dataset, feedback, config)
-    batches = Batches.of(found, model.network.config, dataset, events, model.spaces.search_vectors(), True)
+    batches = Batches.of(found, model.network.config, dataset, events, model.spaces.search_vectors())
     logits = logits_of(model.network.float(), batches, found.rows(TEST))
     columns = {name: found.signals.index(name) for name in JUDGED}
     return (

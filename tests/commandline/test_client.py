@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import alignment, experiments, jobs, main, publishing, recommendations, simulation, variants
+from semantide.services.commandline import alignment, experiments, jobs, main, publishing, recommendations, rewards, simulation, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -30,7 +30,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (alignment, experiments, main, jobs, publishing, recommendations, simulation, variants):
+    for module in (alignment, experiments, main, jobs, publishing, recommendations, rewards, simulation, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -218,3 +218,25 @@ def test_negatives_and_what_trains_on_them_name_their_inputs(client: Client, set
     (train,), (negatives,) = (client.get("/v1/jobs", kind=kind) for kind in ("train", "negatives"))
     assert negatives["spec"]["inputs"] == {"dataset": ref["datasets"], "model": ref["models"]} and negatives["spec"]["config"] == {"width": 30}
     assert train["spec"]["inputs"] == {"dataset": ref["datasets"], "catalog": ref["catalogs"], "beams": ref["beams"]}
+
+
+def test_a_reward_names_its_inputs_and_shows_what_its_signals_are_worth(
+    client: Client, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact" / "file").write_text("")
+    ref = {kind: ArtifactStore(settings.artifacts_root).put(kind, tmp_path / "artifact") for kind in ("datasets", "models", "rewards")}
+    trained = invoke("reward", "--dataset", ref["datasets"], "--retriever", ref["models"], "--set", 'preference={"click": 1}', "--no-wait")
+    assert trained.exit_code == 0, trained.output
+    weighed = invoke("reward", "--weigh", ref["rewards"], "--set", 'preference={"click": 2}', "--no-wait")
+    assert weighed.exit_code == 0, weighed.output
+    jobs = client.get("/v1/jobs", kind="reward")
+    assert sorted(map(str, (job["spec"]["inputs"] for job in jobs))) == sorted(
+        map(str, ({"dataset": ref["datasets"], "retriever": ref["models"]}, {"reward": ref["rewards"]}))
+    )
+    assert {job["spec"]["config"]["preference"]["click"] for job in jobs} == {1, 2}
+    assert "trains nothing" in str(invoke("reward", "--weigh", ref["rewards"], "--dataset", ref["datasets"]).exception)
+    figures = {"rate": 0.4, "auc": None, "calibration_error": 0.01, "calibration": "platt"}
+    rewards._show({"signals": {"click": figures}, "preference": {"click": 2.0}, "measured_on": "test", "gate": {"positives_pass": 0.95, "others_pass": 0.4}})
+    shown = capsys.readouterr().out
+    assert "click" in shown and "40.00%" in shown and "95.0%" in shown

@@ -13,7 +13,9 @@ NUM_ITEMS, NUM_USERS, COLOURS = 40, 60, 4
 PLACES = 4
 
 
-def write_shop(folder: Path, *, seed: int = 0, num_users: int = NUM_USERS, pages: int = 12, first_item: int = 0, described: bool = True, propensities: bool = False) -> Path:
+def write_shop(
+    folder: Path, *, seed: int = 0, num_users: int = NUM_USERS, pages: int = 12, first_item: int = 0, described: bool = True, propensities: bool = False
+) -> Path:
     """A data set with exposures; item ``n`` has colour ``n % COLOURS``, and so has user ``n``."""
     rng = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []

@@ -126,6 +126,14 @@ def test_no_example_knows_itself_or_what_came_later(shop: Path) -> None:
     assert 0.05 < len(order[1]) / len(feedback) < 0.15 and not (found.use_X == UNUSED).any()
 
 
+def test_answers_from_before_exposures_were_logged_are_no_examples(shop: Path) -> None:
+    dataset, feedback, _ = read(shop)
+    middle = int(np.median(feedback.times))
+    told = feedback.take((feedback.times >= middle) | feedback.signals_XS.any(1))
+    found = examples(dataset, told, TINY)
+    assert (found.use_X[told.times < middle] == UNUSED).all() and not (found.use_X[told.times > middle + 1_000_000] == UNUSED).any()
+
+
 def test_halves_of_the_users_share_no_feedback(shop: Path) -> None:
     dataset, feedback, _ = read(shop)
     halves = [set(feedback.users[examples(dataset, feedback, recipe("tiny", {"users": half})).use_X != UNUSED].tolist()) for half in ("even", "odd")]
@@ -146,7 +154,13 @@ def test_unlikely_exposures_stand_for_more(tmp_path: Path) -> None:
 def test_feedback_that_nothing_can_be_learned_from_is_refused(shop: Path, tmp_path: Path, how: str) -> None:
     dataset, feedback, events = read(shop)
     config: dict[str, Any] = {}
-    words = {"none": "no exposures to learn from", "one": "nothing can be told apart", "all": "nothing can be told apart", "unheard": "signals hate were never given", "rare": "order .* lower min_signals"}
+    words = {
+        "none": "no exposures to learn from",
+        "one": "nothing can be told apart",
+        "all": "nothing can be told apart",
+        "unheard": "signals hate were never given",
+        "rare": "order .* lower min_signals",
+    }
     if how == "none":
         feedback = feedback.take(np.zeros(0, np.int64))
     elif how == "one":

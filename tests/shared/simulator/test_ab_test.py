@@ -65,8 +65,9 @@ def test_requests_carry_the_past_and_what_must_not_come_again(simulation: Simula
     ab_test(simulation, {"spy": spy}, users=5, visits=2, history=30)
     for request in seen:
         times = [event.time for event in request.history]
-        assert 0 < len(times) <= 30 and times == sorted(times) and times[-1] < request.time and 5 <= request.n <= 10
-        assert {event.item for event in request.history if event.action not in ("exposure", "hate")} <= request.exclude
+        assert len(times) <= 30 and times == sorted(times) and all(moment < request.time for moment in times) and 5 <= request.n <= 10
+        assert {event.item for event in request.history if event.action != "hate"} <= request.exclude
+    assert max(len(request.history) for request in seen) > 10 and not any(event.action == "exposure" for request in seen for event in request.history)
     assert any(request.page > 0 for request in seen) and {request.visit for request in seen} == {0, 1}
 
 
