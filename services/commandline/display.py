@@ -108,6 +108,8 @@ def evaluation(result: Mapping[str, Any]) -> None:
         ["model", "filter", *names],
         [[row["model"], "on" if row["exclude_seen"] else "off", *[row["metrics"][name] for name in names]] for row in rows],
     )
+    if "judgement" in result:
+        judgement(result["judgement"])
 
 
 def alignment(result: Mapping[str, Any]) -> None:
@@ -129,3 +131,11 @@ def alignment(result: Mapping[str, Any]) -> None:
         ["held out", "validation before", "after", "test before", "after"],
         rows,
     )
+
+
+def judgement(found: Mapping[str, Any]) -> None:
+    """Print what came out of a paired test of a candidate against another model."""
+    rows = [[name, own["live"], own["candidate"], own["difference"], own["low"], own["bound"]] for name, own in found["figures"].items()]
+    table(f"{found['cases']} held-out users", ["metric", "live", "candidate", "change", "lower bound", "allowed"], rows)
+    if "not_worse" in found:
+        console.print("not worse" if found["not_worse"] else f"not shown to be as good: {found['reason']}", highlight=False, markup=False)

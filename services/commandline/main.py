@@ -268,6 +268,9 @@ def evaluate(
     model: str | None = None,
     baseline: Annotated[str | None, typer.Option(help="A second model beside it, such as SASRec")] = None,
     retriever: Annotated[str | None, typer.Option(help="A retriever beside it")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Judge the model against this one instead, user by user: whether it loses no more than --set bounds='{\"hr@50\": 0.02}'")
+    ] = None,
     weights: Annotated[str, typer.Option(help="bfloat16 or int8: measure the generator in that form too, to see what it costs")] = "float32",
     dataset: str | None = None,
     catalog: str | None = None,
@@ -286,8 +289,8 @@ def evaluate(
         "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
         "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
     }
-    inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever)) if ref}
-    config = _config(overrides) | ({"weights": weights} if weights != "float32" else {})
+    inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever), ("live", against)) if ref}
+    config = ({"bounds": Settings().promotion_bounds} if against else {}) | _config(overrides) | ({"weights": weights} if weights != "float32" else {})
     record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.evaluation(record.result)

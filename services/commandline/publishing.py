@@ -69,8 +69,7 @@ def _judged(client: Client, job_id: str, as_json: bool) -> None:
     if as_json:
         display.as_json(decision)
     else:
-        rows = [[name, own["live"], own["candidate"], own["difference"], own["low"], own["bound"]] for name, own in decision["figures"].items()]
-        display.table(f"{decision['cases']} held-out users", ["metric", "live", "candidate", "change", "lower bound", "allowed"], rows)
+        display.judgement(decision)
         display.console.print(
             f"{'live' if decision['action'] == 'promote' else 'held back'}: {decision['model']}; {decision['reason']}", highlight=False, markup=False
         )

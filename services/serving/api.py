@@ -29,15 +29,15 @@ from semantide.services.serving.contract import (
     SplitAnswer,
     SplitRequest,
     Timing,
-    VariantAnswer,
 )
 from semantide.services.serving.engine import Answer, Recommendation
 from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
+from semantide.services.serving.live_answers import live_answer, split_answer
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
 from semantide.services.serving.profile import TimedEvent
 from semantide.services.serving.publishing import compare
-from semantide.services.serving.registry import LIVE, RegistryState
+from semantide.services.serving.registry import LIVE
 from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer
 from semantide.services.serving.scheduler import Overloaded
@@ -185,31 +185,31 @@ def build(room: Room) -> APIRouter:
             pair = service.prepare(body.model, body.catalog, body.force)
             judging = compare(service.registry, pair, room.store, settings, Jobs(room.broker, room.queues).submit)
             if judging is not None:
-                return _live(service, service.registry.read()).model_copy(update={"judging": judging})
-        return _live(service, service.promote(body.model, body.catalog, body.force, body.reason))
+                return live_answer(service, service.registry.read()).model_copy(update={"judging": judging})
+        return live_answer(service, service.promote(body.model, body.catalog, body.force, body.reason))
 
     @router.post("/serving/rollback", tags=["serving"], summary="Bring back what was live before")
     def rollback(body: RollbackRequest | None = None) -> LiveAnswer:
-        return _live(service, service.rollback(body.reason if body else ""))
+        return live_answer(service, service.rollback(body.reason if body else ""))
 
     @router.get("/serving/live", tags=["serving"], summary="What is live")
     def live() -> LiveAnswer:
-        return _live(service, service.registry.read())
+        return live_answer(service, service.registry.read())
 
     @router.delete("/serving/retriever", tags=["serving"], summary="Take the retriever away; the generator ranks alone")
     def without_retriever() -> LiveAnswer:
         state = service.registry.retrieve(None)
         service.retrievers.poll()
-        return _live(service, state)
+        return live_answer(service, state)
 
     @router.put("/serving/variants", tags=["serving"], summary="Give some of the users to other models; these are loaded and tried first")
     def divide(body: SplitRequest) -> SplitAnswer:
         wanted = [(wish.name, wish.model, wish.catalog, wish.share) for wish in body.variants]
-        return _split(service, service.divide(body.salt, wanted, body.force, body.reason))
+        return split_answer(service, service.divide(body.salt, wanted, body.force, body.reason))
 
     @router.get("/serving/variants", tags=["serving"], summary="How users are divided between the live model and variants")
     def split() -> SplitAnswer:
-        return _split(service, service.registry.read())
+        return split_answer(service, service.registry.read())
 
     @router.get("/serving/candidates", tags=["serving"], summary="Models that may be promoted")
     def candidates() -> CandidatesAnswer:
@@ -396,41 +396,4 @@ def _answer(
         exact=answer.complete and all(hit.item in ranked for hit in mixed.items),
         short_reason=answer.short_reason,
         timing=Timing(queue_ms=passage.seconds("queue", "wait") * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
-    )
-
-
-def _split(service: Service, state: RegistryState) -> SplitAnswer:
-    lineup, errors = service.swapper.lineup, service.swapper.status.variant_errors
-    answers = [
-        VariantAnswer(
-            name=variant.name,
-            model=variant.pair.model,
-            catalog=variant.pair.catalog,
-            share=variant.share,
-            loaded=lineup is not None and variant.name in lineup.bundles and lineup.bundles[variant.name].pair == variant.pair,
-            error=errors.get(variant.name),
-        )
-        for variant in state.split.variants
-    ]
-    if state.live is not None:
-        loaded = lineup is not None and lineup.live.pair == state.live
-        live = state.live.model_dump() | {"name": LIVE, "share": state.split.shares[LIVE], "loaded": loaded, "error": service.swapper.status.error}
-        answers.insert(0, VariantAnswer.model_validate(live))
-    return SplitAnswer(salt=state.split.salt, variants=answers)
-
-
-def _live(service: Service, state: RegistryState) -> LiveAnswer:
-    status, live = service.swapper.status, state.live
-    return LiveAnswer(
-        model=live.model if live else None,
-        catalog=live.catalog if live else None,
-        loaded_model=status.loaded.model if status.loaded else None,
-        loaded_catalog=status.loaded.catalog if status.loaded else None,
-        retriever=state.retriever,
-        loaded_retriever=service.retrievers.current.ref if service.retrievers.current else None,
-        retriever_error=service.retrievers.error,
-        following=state.following,
-        error=status.error,
-        version=state.version,
-        previous=list(state.previous),
     )

@@ -223,7 +223,7 @@ def quality(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             ("grpo_sr", teacher, "grpo-sr", {}),
             ("items_only", items_only, "grpo-sr", {}),
             ("no_gate", items_only, "grpo-sr", {"gate": False}),
-            ("neither", items_only, "grpo", {"gate": False, "learning_rate": 1e-3}),
+            ("neither", items_only, "grpo", {"gate": False, "learning_rate": 5e-4}),
         ):
             state, before, after = aligned(world, supervised, align_recipe(base, {**changes, **short}), reward, judge, seed)
             last, first = state.tests[-1], state.tests[0]

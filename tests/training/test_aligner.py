@@ -29,7 +29,19 @@ from semantide.shared.rollouts import Rollouts, Scores
 
 from .conftest import ring_catalog
 
-CONFIG = replace(align_recipe("grpo-sr"), steps=6, prompts=8, group=6, beams=2, evaluate_every=3, learning_rate=5e-3, warmup_steps=0, supervised_weight=0.0)
+CONFIG = replace(
+    align_recipe("grpo-sr"),
+    steps=6,
+    prompts=8,
+    group=6,
+    beams=2,
+    evaluate_every=3,
+    learning_rate=5e-3,
+    warmup_steps=0,
+    supervised_weight=0.0,
+    validity_weight=0.1,
+    dropout=False,
+)
 
 
 class TasteScorer:
