@@ -26,7 +26,7 @@ FROM venv AS torch
 ARG TORCH_INDEX=""
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch \
+    pip install --no-compile ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} --constraint constraints.txt torch \
     && python -c "import importlib.metadata as m; files = [str(f) for f in m.files('torch')]; print('torch', m.version('torch'), 'carries CUDA libraries: TORCH_INDEX chooses a smaller build' if any('libtorch_cuda' in f for f in files) else '')"
 
 FROM torch AS dependencies
@@ -34,13 +34,9 @@ ARG EXTRAS="cluster"
 COPY pyproject.toml docker/requirements.py ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python requirements.py ${EXTRAS} > requirements.txt \
-    && pip install --root /rest --constraint constraints.txt --requirement requirements.txt
-COPY docker/trim.py ./
-RUN python trim.py /rest
-
-FROM torch AS trimmed-torch
-COPY docker/trim.py ./
-RUN python trim.py /opt/semantide && python -m pip uninstall --yes pip
+    && pip install --no-compile --root /rest --constraint constraints.txt --requirement requirements.txt
+COPY docker/trim.py docker/compiled.py ./
+RUN python -m pip uninstall --yes pip && python trim.py /opt/semantide /rest && python compiled.py /opt/semantide /rest
 
 FROM venv AS code
 COPY LICENSE README.md pyproject.toml ./
@@ -79,7 +75,7 @@ FROM ${BASE} AS whole
 RUN groupadd --gid 10001 semantide \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin semantide \
     && mkdir /data && chown 10001:10001 /data
-COPY --from=trimmed-torch /opt/semantide /opt/semantide
+COPY --from=dependencies /opt/semantide /opt/semantide
 COPY --from=dependencies /rest /
 COPY --from=code /code /
 # In a container the APIs listen on every address, so they refuse to start until SEMANTIDE_API_KEYS is set.
@@ -92,7 +88,7 @@ ENV PATH=/opt/semantide/bin:${PATH} \
     SEMANTIDE_HOST=0.0.0.0 \
     SEMANTIDE_PORT=8000
 # What was cut out or did not fit together shows here and not at a customer's.
-RUN python -c "import torch, polars, pyarrow.parquet, pyarrow.compute, sklearn.feature_extraction.text, scipy.optimize; import semantide.services.local"
+RUN python -c "import torch, polars, pyarrow.parquet, pyarrow.compute, pyarrow.fs, uvloop, sklearn.feature_extraction.text, scipy.optimize; import semantide.services.local"
 WORKDIR /data
 USER 10001:10001
 EXPOSE 8000

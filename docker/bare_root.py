@@ -33,8 +33,6 @@ _UNUSED = (
 )
 _FILES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf")
 _USER = "semantide:x:10001:10001::/tmp:/sbin/nologin\n"
-# Modules of which only a few of many are used: their compiled form alone is kept, without documentation.
-_COMPILED = ("kubernetes",)
 
 
 def _copy(source: Path, root: Path) -> None:
@@ -86,13 +84,6 @@ def _compile(library: Path, program: Path) -> None:
     # The root is read-only when it runs: what is not compiled now would be compiled at every start.
     for folder in (library, program):
         compileall.compile_dir(folder, quiet=2)
-    for package in (path for name in _COMPILED for path in program.rglob(f"site-packages/{name}")):
-        compileall.compile_dir(package, quiet=2, legacy=True, optimize=2, force=True)
-        for source in package.rglob("*.py"):
-            if source.with_suffix(".pyc").exists():
-                source.unlink()
-        for cache in list(package.rglob("__pycache__")):
-            shutil.rmtree(cache)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Actions of one resource are carried out in order and stop at the first that fail
 carried out twice, or half of a list may be lost with the process, without harm:
     Create        the name is a function of the resource, so a second one finds the first
     DeletePod     by uid, so a newer pod of the same name stays
+    Remove        what belongs to somebody else by now stays
     PatchStatus   fails where somebody has written since, and nothing after it is done
 """
 
@@ -29,6 +30,17 @@ class DeletePod:
     name: str
     uid: str
     grace_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Delete an object that is not a pod, if ``owner`` (a uid) owns it; what is gone, or cannot be deleted for want of a right, stops nothing."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+    owner: str
 
 
 @dataclass(frozen=True)
@@ -66,4 +78,4 @@ class Event:
     type: Literal["Normal", "Warning"] = "Normal"
 
 
-Action = Create | DeletePod | PatchStatus | AnnotatePod | Event
+Action = Create | DeletePod | Remove | PatchStatus | AnnotatePod | Event

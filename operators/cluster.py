@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from urllib.parse import urlencode
 import urllib3
 from kubernetes import client, config
 
-from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event, PatchStatus
+from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event, PatchStatus, Remove
 from semantide.operators.resources import API_VERSION
 from semantide.shared.errors import Conflict, NotFound, PermanentError, TransientError
 
@@ -70,8 +71,8 @@ class Api(Protocol):
     def list(self, kind: str, namespace: str = "", labels: str = "") -> Listing:
         """All objects of a kind, in one namespace or (empty) everywhere."""
 
-    def get(self, kind: str, namespace: str, name: str) -> Body:
-        """One object."""
+    def get(self, kind: str, namespace: str, name: str, api_version: str = "") -> Body:
+        """One object; ``api_version`` where the kind alone does not say it."""
 
     def create(self, body: Mapping[str, Any]) -> Body:
         """A new object."""
@@ -85,7 +86,7 @@ class Api(Protocol):
     def annotate(self, kind: str, namespace: str, name: str, annotations: Mapping[str, str | None], uid: str = "") -> Body:
         """Write some annotations of an object (None removes one), of this ``uid`` alone where one is given."""
 
-    def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None) -> None:
+    def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None, api_version: str = "") -> None:
         """Ask for an object's deletion, of this ``uid`` alone where one is given."""
 
 
@@ -119,9 +120,9 @@ class KubernetesApi:
                 return Listing(items, page["metadata"]["resourceVersion"])
             query["continue"] = more
 
-    def get(self, kind: str, namespace: str, name: str) -> Body:
-        """One object."""
-        return self._call("GET", f"{self._path(kind, namespace)}/{name}")
+    def get(self, kind: str, namespace: str, name: str, api_version: str = "") -> Body:
+        """One object; ``api_version`` where the kind alone does not say it."""
+        return self._call("GET", f"{self._path(kind, namespace, api_version)}/{name}")
 
     def create(self, body: Mapping[str, Any]) -> Body:
         """A new object."""
@@ -145,14 +146,14 @@ class KubernetesApi:
                 raise Conflict(str(error)) from error  # a patch that would change the uid is called invalid
             raise
 
-    def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None) -> None:
+    def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None, api_version: str = "") -> None:
         """Ask for an object's deletion, of this ``uid`` alone where one is given."""
         options: Body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
-        self._call("DELETE", f"{self._path(kind, namespace)}/{name}", options)
+        self._call("DELETE", f"{self._path(kind, namespace, api_version)}/{name}", options)
 
     @staticmethod
     def _path(kind: str, namespace: str, api_version: str = "") -> str:
@@ -216,6 +217,9 @@ def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object
                     api.delete("Pod", namespace, name, uid=uid, grace_seconds=grace_seconds)
                 except (NotFound, Conflict):
                     continue  # gone, or another pod by now
+            case Remove():
+                with suppress(PermanentError):
+                    _remove(action, api)
             case PatchStatus():
                 metadata = {"name": action.name, "namespace": action.namespace, "uid": action.uid, "resourceVersion": action.resource_version}
                 seen(api.replace_status({"apiVersion": API_VERSION, "kind": action.kind, "metadata": metadata, "status": dict(action.status)}))
@@ -229,6 +233,13 @@ def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object
                     api.create(event_body(action, now()))
                 except (Conflict, PermanentError):
                     continue  # told before; and what cannot be told must not stop the work
+
+
+def _remove(action: Remove, api: Api) -> None:
+    metadata = api.get(action.kind, action.namespace, action.name, action.api_version)["metadata"]
+    # Somebody else's object may have the name that ours would have.
+    if any(owner.get("uid") == action.owner for owner in metadata.get("ownerReferences") or ()):
+        api.delete(action.kind, action.namespace, action.name, uid=metadata["uid"], api_version=action.api_version)
 
 
 def event_body(event: Event, time: str) -> Body:

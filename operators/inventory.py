@@ -7,11 +7,11 @@ names is given those that cost the least, so that what is called free really is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from typing import Any
 
 from semantide.operators import rings
+from semantide.operators.claimed_devices import ClaimedDevices
 from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
 from semantide.operators.node import Node, Taint
 from semantide.operators.profiles import PROFILES, profile_of_resource
@@ -25,6 +25,7 @@ RACK_LABELS = ("huawei.com/topotree.rackid", "topology.kubernetes.io/rack")
 REAL_ANNOTATION = "huawei.com/AscendReal"  # the devices that the plugin really gave
 DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() if profile.resource_name)
 GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods
+_NO_DEVICES = ClaimedDevices("", ())
 _SLOWED = 1.15  # step time assumed of a node with an NPU in sub-health
 
 
@@ -37,11 +38,6 @@ class Use:
     memory_bytes: float
     count: int
     npus: tuple[int, ...] | None
-
-
-def seconds_of(time: str) -> float:
-    """Seconds since 1970 of an RFC 3339 time."""
-    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
 
 
 def _metadata(body: Body) -> Body:
@@ -92,14 +88,21 @@ def use_of(pod: Body, resource_names: Collection[str]) -> Use:
     )
 
 
-def _holders(uses: Iterable[Use], capacity: int, ring: int) -> dict[int, str]:
-    held: dict[int, str] = {}
+def _holders(uses: Iterable[Use], capacity: int, ring: int, claimed: Mapping[int, str]) -> dict[int, str]:
+    """Who holds which device. What a claim says stands; a pod whose devices others have been given holds as many others, for so many it was promised."""
+    held = dict(claimed)
+    users = set(claimed.values())
     unnamed: list[Use] = []
     for use in uses:
+        if use.holder in users:
+            continue  # a claim says better than the pod's own annotation what it has
         if use.npus is None:
             unnamed += [use] if use.count else []
-        else:
-            held.update({npu: use.holder for npu in use.npus if npu < capacity and npu not in held})
+            continue
+        own = [npu for npu in use.npus if npu < capacity and npu not in held]
+        held.update(dict.fromkeys(own, use.holder))
+        taken = sum(npu in claimed for npu in use.npus)
+        unnamed += [replace(use, count=taken, npus=None)] if taken else []
     for use in sorted(unnamed, key=lambda use: (-use.count, use.holder)):
         free = ((1 << capacity) - 1) & ~rings.mask_of(list(held))
         chosen = rings.indices_of(rings.choose(free, capacity, ring, use.count)) or rings.indices_of(free)[: use.count]
@@ -107,40 +110,16 @@ def _holders(uses: Iterable[Use], capacity: int, ring: int) -> dict[int, str]:
     return held
 
 
-def _claimed(slices: Iterable[Body], claims: Iterable[Body]) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, dict[int, str]]]:
-    """Devices of dynamic resource allocation by node (driver, indices), and who holds which."""
-    devices: dict[str, tuple[str, tuple[int, ...]]] = {}
-    where: dict[tuple[str, str, str], tuple[str, int]] = {}
-    classes = {profile.device_class for profile in PROFILES.values() if profile.device_class}
-    for body in slices:
-        spec = body.get("spec") or {}
-        node, driver, pool = spec.get("nodeName"), str(spec.get("driver", "")), str((spec.get("pool") or {}).get("name", ""))
-        if not node or driver not in classes:
-            continue
-        for device in spec.get("devices") or ():
-            attributes = device.get("attributes") or (device.get("basic") or {}).get("attributes") or {}
-            said = next((value["int"] for key, value in attributes.items() if key.rsplit("/", 1)[-1] == "index" and "int" in value), None)
-            index = int(said) if said is not None else next(iter(device_indices(device["name"])), len(devices.get(node, ("", ()))[1]))
-            where[driver, pool, device["name"]] = node, index
-            devices[node] = driver, (*devices.get(node, ("", ()))[1], index)
-    held: dict[str, dict[int, str]] = {}
-    for body in claims:
-        status, metadata = body.get("status") or {}, _metadata(body)
-        users = [f"{metadata.get('namespace', 'default')}/{user['name']}" for user in status.get("reservedFor") or () if user.get("resource", "pods") == "pods"]
-        holder = users[0] if users else f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
-        for result in (((status.get("allocation") or {}).get("devices") or {}).get("results")) or ():
-            at = where.get((str(result.get("driver", "")), str(result.get("pool", "")), str(result.get("device", ""))))
-            if at is not None:
-                held.setdefault(at[0], {})[at[1]] = holder
-    return devices, held
+def ready(body: Body) -> bool:
+    """Whether a node answers, as the cluster's controller says."""
+    conditions = (body.get("status") or {}).get("conditions") or ()
+    return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in conditions)
 
 
-def _readiness(body: Body, now: float, gone_seconds: float) -> tuple[str, bool]:
+def _readiness(body: Body, silent_seconds: float, gone_seconds: float) -> tuple[str, bool]:
     """Why no new pod may come, and whether the pods that are there count as lost."""
-    condition: Body = next((entry for entry in (body.get("status") or {}).get("conditions") or () if entry.get("type") == "Ready"), {})
-    if condition.get("status") != "True":
-        since = str(condition.get("lastTransitionTime") or "")
-        return "not ready", since != "" and now - seconds_of(since) >= gone_seconds
+    if not ready(body):
+        return "not ready", silent_seconds >= gone_seconds
     if _metadata(body).get("deletionTimestamp"):
         return "being deleted", False
     return ("cordoned" if (body.get("spec") or {}).get("unschedulable") else ""), False
@@ -151,15 +130,15 @@ def read_nodes(
     pods: Iterable[Body],
     config_maps: Iterable[Body] = (),
     *,
-    now: float,
     resource_names: Collection[str] = DEVICE_NAMES,
-    slices: Iterable[Body] = (),
-    claims: Iterable[Body] = (),
+    claimed: Mapping[str, ClaimedDevices] | None = None,
+    silence: Mapping[str, float] | None = None,
     gone_seconds: float = GONE_SECONDS,
 ) -> list[Node]:
     """The nodes, as the API server's objects describe them.
 
-    ``resource_names`` are the names that devices are counted by here; ``now`` is seconds since 1970.
+    ``resource_names`` are the names that devices are counted by here. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
+    ``silence`` is how long nodes have been seen not ready, seconds.
     """
     uses: dict[str, list[Use]] = {}
     for pod in pods:
@@ -170,16 +149,14 @@ def read_nodes(
         for body in config_maps
         if (name := _metadata(body).get("name", "")).startswith(CONFIG_MAP_PREFIX)
     }
-    devices, claimed = _claimed(slices, claims)
     return [
         _node(
             body,
             uses.get(name := _metadata(body)["name"], []),
             health.get(name, DeviceHealth()),
             resource_names,
-            devices.get(name),
-            claimed.get(name, {}),
-            _readiness(body, now, gone_seconds),
+            None if claimed is None else claimed.get(name, _NO_DEVICES),
+            _readiness(body, (silence or {}).get(name, 0.0), gone_seconds),
         )
         for body in nodes
     ]
@@ -190,24 +167,23 @@ def _node(
     uses: list[Use],
     health: DeviceHealth,
     resource_names: Collection[str],
-    devices: tuple[str, tuple[int, ...]] | None,
-    claimed: Mapping[int, str],
+    devices: ClaimedDevices | None,
     readiness: tuple[str, bool],
 ) -> Node:
     metadata, status = _metadata(body), body.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     # Allocatable leaves out what is sick, capacity does not: indices run over the latter.
     total, usable = status.get("capacity") or {}, status.get("allocatable") or status.get("capacity") or {}
-    name = max((name for name in resource_names if quantity(total.get(name, 0)) > 0), key=lambda name: quantity(total[name]), default="")
+    name = ""
+    if devices is None:
+        name = max((name for name in resource_names if quantity(total.get(name, 0)) > 0), key=lambda name: quantity(total[name]), default="")
     capacity = int(quantity(total.get(name, 0))) if name else 0
     sick = set(health.sick)
-    if devices is not None and not capacity:
-        profile = next(profile for profile in PROFILES.values() if profile.device_class == devices[0])
-        name, capacity = profile.resource_name, max(devices[1], default=-1) + 1
-        sick |= set(range(capacity)) - set(devices[1])
+    if devices is not None and devices.indices:
+        name, capacity = devices.resource_name, devices.indices[-1] + 1
+        sick |= devices.sick | (set(range(capacity)) - set(devices.indices))
     ring = profile_of_resource(name).ring_size(labels)
-    users = set(claimed.values())  # a claim says better than a pod's own annotation what it has
-    held = _holders([use for use in uses if use.holder not in users], capacity, ring) | dict(claimed)
+    held = _holders(uses, capacity, ring, devices.held if devices is not None else {})
     missing = capacity - int(quantity(usable.get(name, capacity))) - len(sick) if name and devices is None else 0
     if missing > 0:  # the plugin says how many are sick, and nobody which: those that nobody holds, from the end
         sick |= set([npu for npu in reversed(range(capacity)) if npu not in held and npu not in sick][:missing])

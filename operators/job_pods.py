@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from json import dumps
 from typing import Any
 
+from semantide.operators.actions import Remove
 from semantide.operators.pod_template import Container, child_name, full_template, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, table_name
@@ -17,10 +18,11 @@ from semantide.operators.resources import (
     NPUS_ANNOTATION,
     RANK_LABEL,
     REVISION_LABEL,
+    WORK_ANNOTATION,
     NPUJob,
     PodPlacement,
 )
-from semantide.operators.schedulers import HandOver, hand_over
+from semantide.operators.schedulers import POD_GROUPS, HandOver, hand_over
 from semantide.operators.settings import OperatorSettings
 
 _ENTRY = ("semantide", "pod")
@@ -70,6 +72,19 @@ def gang_manifests(job: NPUJob, placement: Sequence[PodPlacement], attempt: int,
     return [*objects, *(_pod(job, placement, rank, attempt, resources, over, settings, now) for rank in range(len(placement)))]
 
 
+def gang_remains(job: NPUJob, attempt: int, settings: OperatorSettings) -> tuple[Remove, ...]:
+    """What may be left of a gang besides its pods, to be taken away once these have ended."""
+    gang, npus = gang_name(job, attempt), job.spec.npus_per_pod
+    several = job.spec.most_pods > 1
+    kinds = (
+        ("v1", "ConfigMap", table_name(gang), several or npus),
+        ("v1", "Service", gang, several and settings.rendezvous == "dns"),
+        ("resource.k8s.io/v1", "ResourceClaimTemplate", gang, npus and settings.dynamic_resources),
+        (POD_GROUPS.get(job.spec.scheduler, ""), "PodGroup", gang, job.spec.scheduler in POD_GROUPS),
+    )
+    return tuple(Remove(version, kind, job.namespace, name, job.metadata.uid) for version, kind, name, made in kinds if made)
+
+
 def _pod(
     job: NPUJob,
     placement: Sequence[PodPlacement],
@@ -87,6 +102,7 @@ def _pod(
         annotations={
             **device_annotations(job.spec.profile, resource_name(job), mine.npus, settings, now),
             ELASTIC_ANNOTATION: str(len(placement)),
+            **({WORK_ANNOTATION: job.spec.job_id} if job.spec.job_id else {}),
             **({NODE_ANNOTATION: mine.node} if mine.node else {}),
             **over.annotations,
         },

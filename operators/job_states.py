@@ -12,13 +12,13 @@ Once Succeeded or Failed a job stays so, whatever becomes of its pods.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event
 from semantide.operators.conditions import since, with_conditions
 from semantide.operators.faults import cause_of, fault_of
-from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, ranks_per_pod
+from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision, ranks_per_pod
 from semantide.operators.job_reports import heard, slowness
 from semantide.operators.node import Node
 from semantide.operators.pods import USELESS, Pod, seconds_of, time_of
@@ -34,15 +34,17 @@ from semantide.operators.settings import OperatorSettings
 
 STUCK_SECONDS = 60.0
 """How long past its own time a pod may take to go before it is forgotten, seconds."""
+_CLEARED_AT_ONCE = 20
 
 
 @dataclass(frozen=True)
 class Step:
-    """A job's new status and what to do once that is written. ``waits``: its gang asks for a place."""
+    """A job's new status and what to do once that is written; ``before`` is done first. ``waits``: its gang asks for a place."""
 
     status: NPUJobStatus
     actions: tuple[Action, ...] = ()
     waits: bool = False
+    before: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,15 +144,27 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
     return Step(status, (*step.actions, *creates, *ends(look, old), _event(job, "Placed", told)))
 
 
+def cleared(look: Look, step: Step) -> Step:
+    """The step that also takes away what stood beside earlier gangs, once no pod of theirs is alive."""
+    status = step.status
+    over = min([status.attempt - 1, *(pod.attempt - 1 for pod in look.pods if look.alive(pod))])
+    gangs = range(status.cleared + 1, min(over, status.cleared + _CLEARED_AT_ONCE) + 1)
+    remains = tuple(action for attempt in gangs for action in gang_remains(look.job, attempt, look.settings))
+    if not remains or look.job.deleting:
+        return step
+    # Before the status says so: what an operator that dies in between has left is then found again.
+    return replace(step, status=status.model_copy(update={"cleared": gangs[-1]}), before=(*step.before, *remains))
+
+
 def refused(look: Look, step: Step, reason: str) -> Step:
     """The step of a job that goes on waiting, and says why; what is free changes all the time, and is not written each time."""
     told = seconds_of(step.status.reason_time)
     if told is not None and 0 <= look.now - told < look.settings.reason_seconds:
-        return Step(step.status, step.actions)
+        return replace(step, waits=False)
     status = _concluded(look, step.status, "Pending", "Waiting", reason)
     if status.message != step.status.message:
         status = status.model_copy(update={"reason_time": time_of(look.now)})
-    return Step(status, step.actions)
+    return replace(step, status=status, waits=False)
 
 
 def make_room(look: Look, step: Step, beneficiary: str) -> Step:

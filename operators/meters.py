@@ -36,8 +36,12 @@ class Meters:
         self._preemptions = Counter("semantide_operator_preemptions", "Gangs that made room", registry=self.registry)
 
     def lead(self, leads: bool) -> None:
-        """Whether this process leads now."""
+        """Whether this process leads now; one that does not says nothing of the cluster, for what it saw last is no longer so."""
         self._leads.set(leads)
+        if not leads:
+            for gauge in (self._jobs, self._services, self._replicas, self._npus):
+                gauge.clear()
+            self._oldest.set(0)
 
     def saw(self, snapshot: Snapshot, decided: Round) -> None:
         """What a round looked at, and what it decided."""

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ from semantide.shared.errors import PermanentError, SemantideError
 
 _GATHER_SECONDS = 0.05  # events come in swarms: a round for each would do the same again
 _AGAIN_SECONDS = 2.0
+_HEED_SECONDS = 0.5
 _SILENT_SECONDS = 120.0
 _WATCH_SECONDS = 300  # a real server takes whole seconds only
 _log = logging.getLogger("semantide.operator")
@@ -48,7 +50,7 @@ class Operator:
         api = KubernetesApi()
         self._meters = Meters()
         self._lease = Lease(api, settings.own_namespace, self._identity, settings.lease_seconds, time.monotonic, time.time)
-        self._rounds = Rounds(api, settings, time.time, self._lease.held, self._meters)
+        self._rounds = Rounds(api, settings, time.time, self._lease.held, self._meters, steady=time.monotonic)
         self._loads = Loads(settings.api_keys.split(",")[0].strip(), time.monotonic)
         self._api = api
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -56,13 +58,16 @@ class Operator:
         self._listening = False
 
     def run(self) -> None:
-        """Until SIGTERM or SIGINT."""
+        """Until SIGTERM or SIGINT, which kopf listens to once it runs."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop.set())
         page = Page(self._settings.port, self._meters.page, self._alive, lambda: self._listening) if self._settings.port else None
         if page is not None:
             page.start()
         threads = [threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True) for work in (self._lead, self._turns, self._measure)]
         try:
-            self._await_resources()
+            if not self._await_resources():
+                return
             for thread in threads:
                 thread.start()
             _log.info("%s watches %s", self._identity, self._settings.namespace or "all namespaces")
@@ -79,19 +84,20 @@ class Operator:
                 page.stop()
 
     def _alive(self) -> bool:
-        return time.monotonic() - self._breath < _SILENT_SECONDS
+        return time.monotonic() - max(self._breath, self._rounds.breath) < _SILENT_SECONDS
 
-    def _await_resources(self) -> None:
-        """Wait for the custom resources to be known: a watch that begins before them would never begin."""
-        while True:
+    def _await_resources(self) -> bool:
+        """Wait for the custom resources to be known: a watch that begins before them would never begin. False where this process is told to end first."""
+        while not self._stop.is_set():
             try:
                 for kind in (JOB_KIND, SERVICE_KIND):
                     self._api.list(kind, self._settings.namespace)
-                return
+                return True
             except SemantideError as error:
                 _log.warning("jobs and services cannot be listed, are their definitions installed? %s", error)
                 self._breath = time.monotonic()
-                time.sleep(_AGAIN_SECONDS)
+                self._stop.wait(_AGAIN_SECONDS)
+        return False
 
     async def _listen(self) -> None:
         registry = kopf.OperatorRegistry()
@@ -104,7 +110,18 @@ class Operator:
         settings.watching.server_timeout = _WATCH_SECONDS
         settings.watching.client_timeout = _WATCH_SECONDS + 10
         namespace = self._settings.namespace
-        await kopf.operator(registry=registry, settings=settings, standalone=True, clusterwide=not namespace, namespaces=[namespace] if namespace else ())
+        told = asyncio.Event()
+        heeding = asyncio.create_task(self._heed(told))  # a signal that came before kopf's own handlers were there
+        try:
+            scope: dict[str, Any] = {"clusterwide": False, "namespaces": [namespace]} if namespace else {"clusterwide": True}
+            await kopf.operator(registry=registry, settings=settings, standalone=True, stop_flag=told, **scope)
+        finally:
+            heeding.cancel()
+
+    async def _heed(self, told: asyncio.Event) -> None:
+        while not self._stop.is_set():
+            await asyncio.sleep(_HEED_SECONDS)
+        told.set()
 
     def _watch(self, registry: kopf.OperatorRegistry, kind: str) -> None:
         group, _, version = KINDS[kind].api_version.rpartition("/")

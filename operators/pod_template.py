@@ -114,15 +114,15 @@ def check_template(template: Mapping[str, Any]) -> None:
             raise ValueError(f"template.resources.{side} is {template['resources'][side]!r}: it must be a map of quantities")
 
 
-def owned(owner: NPUJob | NPUService, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Metadata of an object that goes when ``owner`` does."""
-    reference = {"apiVersion": API_VERSION, "kind": owner.kind, "name": owner.name, "uid": owner.metadata.uid, "controller": True, "blockOwnerDeletion": False}
+def owned(owner: NPUJob | NPUService, name: str, labels: Mapping[str, str], *, blocks: bool = False) -> dict[str, Any]:
+    """Metadata of an object that goes when ``owner`` does; one that ``blocks`` goes before it where the deletion is a foreground one."""
+    reference = {"apiVersion": API_VERSION, "kind": owner.kind, "name": owner.name, "uid": owner.metadata.uid, "controller": True, "blockOwnerDeletion": blocks}
     return {"name": name, "namespace": owner.namespace, "labels": {MANAGED_BY_LABEL: MANAGED_BY, **labels}, "ownerReferences": [reference]}
 
 
 def pod_manifest(owner: NPUJob | NPUService, template: Mapping[str, Any], own: Container) -> dict[str, Any]:
     """The pod to create, from a template that was checked."""
-    metadata = owned(owner, own.name, {**(template.get("labels") or {}), **own.labels})
+    metadata = owned(owner, own.name, {**(template.get("labels") or {}), **own.labels}, blocks=True)
     metadata["annotations"] = {**(template.get("annotations") or {}), **own.annotations}
     spec: dict[str, Any] = {key: deepcopy(template[key]) for key in _POD if key in template}
     spec.setdefault("terminationGracePeriodSeconds", own.stop_seconds)

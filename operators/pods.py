@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from semantide.operators.resources import ATTEMPT_LABEL, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL
+from semantide.operators.resources import ATTEMPT_LABEL, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, WORK_ANNOTATION
 
 AGAIN = 75
 """Exit status of a pod that shall be started again without counting as a failure: the broker was away, or it was asked to stop (EX_TEMPFAIL)."""
@@ -27,12 +27,14 @@ def time_of(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod. ``owner`` is the uid of the resource that it belongs to, ``delete_by`` when it shall be gone; times are seconds since 1970-01-01 UTC."""
+    """One pod. ``owner`` is the uid of the resource that it belongs to, ``work`` the id of the job that it works for, ``delete_by`` when it shall be gone; times
+    are seconds since 1970-01-01 UTC."""
 
     namespace: str
     name: str
     uid: str
     owner: str = ""
+    work: str = ""
     phase: str = "Pending"
     node: str = ""
     address: str = ""
@@ -85,6 +87,7 @@ class Pod:
             name=metadata["name"],
             uid=metadata.get("uid", ""),
             owner=owner,
+            work=annotations.get(WORK_ANNOTATION, ""),
             phase=status.get("phase") or "Pending",
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",

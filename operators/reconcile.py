@@ -7,21 +7,21 @@ reconcile_all(snapshot, settings)                 all of them: states first, the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from semantide.operators.actions import Action, PatchStatus
 from semantide.operators.conditions import with_conditions
 from semantide.operators.fleet import Fleet
 from semantide.operators.job_pods import pod_names
-from semantide.operators.job_states import Look, Step, advance, make_room, placed, refused
+from semantide.operators.job_states import Look, Step, advance, cleared, make_room, placed, refused
 from semantide.operators.node import Node
 from semantide.operators.placement import Placement, place
 from semantide.operators.pod_template import full_template
 from semantide.operators.pods import Pod, seconds_of
 from semantide.operators.request import Request, Shape, shape_of
-from semantide.operators.resources import JOB_KIND, NPUJob, NPUJobStatus, NPUService, NPUServiceStatus, PodPlacement
-from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed
+from semantide.operators.resources import Condition, NPUJob, NPUService, PodPlacement
+from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed, room_made
 from semantide.operators.settings import OperatorSettings
 from semantide.operators.slow_nodes import slow_nodes
 from semantide.operators.snapshot import Invalid, Snapshot
@@ -30,10 +30,11 @@ from semantide.operators.waiting_line import Decision, Policy, Running, Waiting,
 
 @dataclass(frozen=True)
 class Round:
-    """What to do, by resource (kind, namespace and name), each resource's actions in order; and what the line looks like."""
+    """What to do, by resource (kind, namespace and name), each resource's actions in order; what the line looks like; and what the operator stumbled over."""
 
     actions: Mapping[str, tuple[Action, ...]]
     decision: Decision = field(default_factory=Decision)
+    stumbles: Mapping[str, Exception] = field(default_factory=dict)
 
 
 def reconcile(
@@ -57,7 +58,8 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
         owned[pod.owner].append(pod)
     fleet = Fleet(nodes.values())
     looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
-    steps = {key: _step(look) for key, look in looks.items()}
+    stumbles: dict[str, Exception] = {}
+    steps = {key: _step(look, stumbles) for key, look in looks.items()}
     for key, step in steps.items():
         if step.status.phase in ("Placing", "Running"):  # what has ended only remembers its places
             places = [place for rank, place in enumerate(step.status.placement) if rank not in step.status.finished_ranks]
@@ -75,21 +77,27 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
         )
         for service in snapshot.services
     }
-    service_steps = _serve(service_looks, fleet)
-    decision = _line(looks, steps, fleet, snapshot.now, _policy(settings))
-    actions = {_label(look.job): _actions(look.job, steps[key].status, steps[key].actions) for key, look in looks.items()}
-    actions |= {_label(look.service): _actions(look.service, service_steps[key].status, service_steps[key].actions) for key, look in service_looks.items()}
+    service_steps = _serve(service_looks, fleet, stumbles)
+    alive = [pod for pod in snapshot.pods if not pod.node or (pod.node in nodes and not nodes[pod.node].gone)]
+    serving = _lacking(service_looks, service_steps, snapshot.now)
+    decision = _line(looks, steps, alive, serving, fleet, snapshot.now, _policy(settings))
+    for key, service_look in service_looks.items():
+        if way := decision.reasons.get(_label(service_look.service)):
+            service_steps[key] = room_made(service_look, service_steps[key], way)
+    actions = {_label(look.job): _actions(look.job, cleared(look, steps[key])) for key, look in looks.items()}
+    actions |= {_label(look.service): _actions(look.service, service_steps[key]) for key, look in service_looks.items()}
     for invalid in snapshot.invalid:
         metadata = invalid.body["metadata"]
         actions[f"{invalid.body['kind']} {metadata.get('namespace', 'default')}/{metadata['name']}"] = _unreadable(invalid, snapshot.now)
-    return Round({key: done for key, done in actions.items() if done}, decision)
+    return Round({key: done for key, done in actions.items() if done}, decision, stumbles)
 
 
-def _step(look: Look) -> Step:
+def _step(look: Look, stumbles: dict[str, Exception]) -> Step:
     """The job's step; one job that the operator stumbles over must not stop the others."""
     try:
         return advance(look)
     except Exception as error:
+        stumbles[_label(look.job)] = error
         return Step(look.job.status.model_copy(update={"message": _stumbling(error)}))
 
 
@@ -111,7 +119,9 @@ def _reserve(fleet: Fleet, resource: NPUJob | NPUService, places: Sequence[PodPl
 
 def _shape(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
     npus = resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica
-    return shape_of(resource.spec.profile, resource.spec.resource_name, npus, full_template(resource, settings))
+    # Claims know devices by their class: the name of a plugin's resource says nothing then.
+    name = "" if settings.dynamic_resources else resource.spec.resource_name
+    return shape_of(resource.spec.profile, name, npus, full_template(resource, settings))
 
 
 def _shape_held(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
@@ -122,7 +132,7 @@ def _shape_held(resource: NPUJob | NPUService, settings: OperatorSettings) -> Sh
         return Shape(npus=resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica)
 
 
-def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet) -> dict[str, ServiceStep]:
+def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet, stumbles: dict[str, Exception]) -> dict[str, ServiceStep]:
     """Every service's step; replicas are placed before jobs, for somebody waits for their answers."""
     steps: dict[str, ServiceStep] = {}
     for key, look in looks.items():
@@ -133,8 +143,9 @@ def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet) -> dict[str, ServiceS
             if step.wanted:
                 step = _place_replicas(look, step, fleet)
         except Exception as error:
+            stumbles[_label(look.service)] = error
             status = look.service.status
-            step = no_room(look, step or ServiceStep(status.model_copy(update={"message": ""})), _stumbling(error))
+            step = replace(no_room(look, step or ServiceStep(status.model_copy(update={"message": ""})), _stumbling(error)), wanted=())
         steps[key] = step
     return steps
 
@@ -155,19 +166,41 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> Servi
     return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
 
 
+def _lacking(looks: Mapping[str, ServiceLook], steps: Mapping[str, ServiceStep], now: float) -> list[Waiting]:
+    """Services' replicas without room, as the line sees them: under a name that no job has."""
+    lacking = []
+    for key, step in steps.items():
+        look = looks[key]
+        try:
+            if step.wanted:
+                shape = _shape(look.service, look.settings)
+                request = Request(_label(look.service), step.wanted, shape, least=1, spread=True, avoid=step.avoid)
+                lacking.append(Waiting(request, look.service.spec.priority, since=now))
+        except ValueError:
+            continue  # its message says what is wrong with the template
+    return lacking
+
+
 def _policy(settings: OperatorSettings) -> Policy:
     return Policy(settings.ageing_seconds, settings.patience_seconds, settings.drain_seconds, regrow_seconds=settings.steady_seconds)
 
 
-def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: float, policy: Policy) -> Decision:
-    """Let the line move, and change the steps of those that start, make room or go on waiting."""
+def _line(
+    looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod], serving: Iterable[Waiting], fleet: Fleet, now: float, policy: Policy
+) -> Decision:
+    """Let the line move, and change the steps of those that start, make room or go on waiting; ``pods`` are all that may be alive, ``serving`` replicas without
+    room."""
     waiting: list[Waiting] = []
     running: list[Running] = []
+    busy = _busy(looks, steps, pods)
     for key, look in looks.items():
         step = steps[key]
         try:
             if step.waits and (seconds_of(step.status.restart_time) or 0.0) > now:
                 continue  # after a loss; its message still says what happened
+            if step.waits and (other := _other(look.job, busy)):
+                steps[key] = refused(look, step, f"waits for {other} to end, which works for the same job {look.job.spec.job_id}")
+                continue
             if step.waits and look.job.spec.scheduler != "own":
                 names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
                 steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
@@ -177,15 +210,38 @@ def _line(looks: Mapping[str, Look], steps: dict[str, Step], fleet: Fleet, now: 
                 running.append(gang)
         except ValueError as error:
             steps[key] = refused(look, step, str(error))
-    decision = decide(waiting, running, fleet, now, policy)
+    decision = decide(waiting, running, fleet, now, policy, serving)
     for start in decision.starts:
         steps[start.key] = placed(looks[start.key], steps[start.key], start.pods)
     for preemption in decision.preemptions:
         steps[preemption.victim] = make_room(looks[preemption.victim], steps[preemption.victim], preemption.beneficiary)
     for key, reason in decision.reasons.items():
-        if steps[key].waits:
+        if key in steps and steps[key].waits:
             steps[key] = refused(looks[key], steps[key], reason)
     return decision
+
+
+def _busy(looks: Mapping[str, Look], steps: Mapping[str, Step], pods: Iterable[Pod]) -> dict[tuple[str, str], dict[str, str]]:
+    """Who works for which job (namespace and id): by owner, in words. Pods may outlive their NPUJob."""
+    busy: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for pod in pods:
+        if pod.work and not pod.finished:
+            busy[pod.namespace, pod.work][pod.owner] = f"pod {pod.name}"
+    for key, look in looks.items():
+        if look.job.spec.job_id and steps[key].status.phase in ("Placing", "Running", "Restarting"):
+            busy[look.job.namespace, look.job.spec.job_id][look.job.metadata.uid] = f"NPUJob {look.job.name}"
+    return busy
+
+
+def _other(job: NPUJob, busy: dict[tuple[str, str], dict[str, str]]) -> str:
+    """Who else works for the job's record; where nobody does, nobody else may begin in this round."""
+    if not job.spec.job_id:
+        return ""
+    workers = busy[job.namespace, job.spec.job_id]
+    found = next((said for owner, said in workers.items() if owner != job.metadata.uid), "")
+    if not found:
+        workers[job.metadata.uid] = f"NPUJob {job.name}"
+    return found
 
 
 def _waiting(look: Look, step: Step) -> Waiting:
@@ -225,25 +281,26 @@ def _running(look: Look, step: Step) -> Running | None:
     )
 
 
-def _actions(resource: NPUJob | NPUService, status: NPUJobStatus | NPUServiceStatus, actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The status first, so that whoever comes next knows what was meant."""
-    if status == resource.status:
-        return tuple(actions)
+def _actions(resource: NPUJob | NPUService, step: Step | ServiceStep) -> tuple[Action, ...]:
+    """The status before what it asks for, so that whoever comes next knows what was meant."""
+    if step.status == resource.status:
+        return (*step.before, *step.actions)
     metadata = resource.metadata
-    return (PatchStatus(resource.kind, metadata.namespace, metadata.name, metadata.uid, metadata.resource_version, status.to_body()), *actions)
+    patch = PatchStatus(resource.kind, metadata.namespace, metadata.name, metadata.uid, metadata.resource_version, step.status.to_body())
+    return (*step.before, patch, *step.actions)
 
 
 def _unreadable(invalid: Invalid, now: float) -> tuple[Action, ...]:
-    """Say what is wrong with a resource; its pods are left as they are."""
-    metadata, old = invalid.body["metadata"], invalid.body.get("status") or {}
-    try:
-        model = NPUJobStatus if invalid.body["kind"] == JOB_KIND else NPUServiceStatus
-        known = model.model_validate(old)
-    except ValueError:
-        known = model()
-    if known.message == invalid.reason:
+    """Say what is wrong with a resource; its pods, and what else its status says, are left as they are."""
+    metadata, old = invalid.body["metadata"], dict(invalid.body.get("status") or {})
+    if old.get("message") == invalid.reason:
         return ()
-    conditions = with_conditions(known.conditions, {"Accepted": False}, "InvalidSpec", invalid.reason, metadata.get("generation", 0), now)
-    status = known.model_copy(update={"message": invalid.reason, "conditions": conditions, "observed_generation": metadata.get("generation", 0)})
+    try:
+        known = tuple(Condition.model_validate(condition) for condition in old.get("conditions") or ())
+    except ValueError:
+        known = ()
+    generation = metadata.get("generation", 0)
+    conditions = with_conditions(known, {"Accepted": False}, "InvalidSpec", invalid.reason, generation, now)
+    status = {**old, "message": invalid.reason, "conditions": [condition.to_body() for condition in conditions], "observedGeneration": generation}
     name, namespace = metadata["name"], metadata.get("namespace", "default")
-    return (PatchStatus(invalid.body["kind"], namespace, name, metadata.get("uid", ""), metadata.get("resourceVersion", ""), status.to_body()),)
+    return (PatchStatus(invalid.body["kind"], namespace, name, metadata.get("uid", ""), metadata.get("resourceVersion", ""), status),)

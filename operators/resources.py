@@ -32,6 +32,7 @@ REVISION_LABEL = f"{GROUP}/revision"  # of a service's pod: which spec it runs
 # Annotations of pods.
 NODE_ANNOTATION = f"{GROUP}/node"  # where the operator put the pod, known before the scheduler binds it
 NPUS_ANNOTATION = f"{GROUP}/npus"  # indices on the pod's node, "0,1,2,3"
+WORK_ANNOTATION = f"{GROUP}/job-id"  # the job whose work the pod does: two NPUJobs of one job must not run at once
 ELASTIC_ANNOTATION = f"{GROUP}/world-size"  # pods in the gang that this one belongs to
 
 # Annotations of nodes.
@@ -167,10 +168,10 @@ class Condition(Part):
 
 
 class PodPlacement(Part):
-    """Where one pod of a job or service is: its node and the NPUs it holds there."""
+    """Where one pod of a job or service is: its node and the NPUs it holds there. ``node`` is empty until another scheduler has chosen one."""
 
     pod: str
-    node: str
+    node: str = ""
     npus: tuple[int, ...] = ()
 
 
@@ -204,7 +205,7 @@ class NPUJobStatus(Part):
     ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
     ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of. It stands in line since ``queue_time``
     and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited. ``reason_time`` is when the reason for
-    its waiting was written.
+    its waiting was written. What stood beside the first ``cleared`` gangs (tables of ranks and the like) is taken away.
     """
 
     phase: JobPhase = "Pending"
@@ -214,6 +215,7 @@ class NPUJobStatus(Part):
     progress: Progress = Progress()
     checkpoint: str = ""
     attempt: int = 0
+    cleared: int = 0
     restarts: int = 0
     restart_time: str | None = None
     reason_time: str | None = None
@@ -282,6 +284,7 @@ class NPUServiceSpec(Part):
     rollout: Rollout = Rollout()
     target: LoadTarget = LoadTarget()
     template: dict[str, Any] = {}
+    priority: int = 0
     suspend: bool = False
 
 
@@ -296,7 +299,8 @@ class ServiceLoad(Part):
 class NPUServiceStatus(Part):
     """What the operator says of a service.
 
-    ``wish`` is how many replicas its load asks for, changed at ``scale_time``; ``moving`` is a pod whose replica shall run on another node.
+    ``wish`` is how many replicas its load asks for, changed at ``scale_time``; ``moving`` is a pod whose replica shall run on another node. ``revisions`` are
+    those whose templates of resource claims are there.
     """
 
     phase: ServicePhase = "Pending"
@@ -310,6 +314,7 @@ class NPUServiceStatus(Part):
     wish: int = 0
     moving: str = ""
     scale_time: str | None = None
+    revisions: tuple[str, ...] = ()
     message: str = ""
     selector: str = ""
 

@@ -27,8 +27,8 @@ _log = logging.getLogger("semantide.operator")
 
 
 class Rounds:
-    """Looks at the cluster through ``api`` and what ``cache`` has heard. ``leads`` says whether this process may act at this moment; ``writers`` resources are
-    written to at the same time."""
+    """Looks at the cluster through ``api`` and what ``cache`` has heard. ``clock`` is seconds since 1970-01-01 UTC, ``steady`` counts seconds from anywhere and never
+    back; ``leads`` says whether this process may act at this moment; ``writers`` resources are written to at the same time. ``breath`` is when it last got on."""
 
     def __init__(
         self,
@@ -38,9 +38,13 @@ class Rounds:
         leads: Callable[[], bool] = lambda: True,
         meters: Meters | None = None,
         writers: int = 8,
+        steady: Callable[[], float] | None = None,
     ) -> None:
-        self.api, self.settings, self.cache = api, settings, ObjectCache()
+        self._steady = steady or clock
+        self.api, self.settings, self.cache = api, settings, ObjectCache(self._steady)
         self._clock, self._leads = clock, leads
+        self.breath = self._steady()
+        self._stumbles: dict[str, str] = {}
         self._meters = meters or Meters()
         self._devices = DeviceReports()
         self._listed = self._asked_devices = float("-inf")
@@ -64,6 +68,7 @@ class Rounds:
         Raises: TransientError, PermanentError when the cluster cannot be read.
         """
         with self._turn:
+            self.breath = self._steady()
             if not self._leads():
                 return None
             now = self._clock()
@@ -73,6 +78,7 @@ class Rounds:
             there = {f"{JOB_KIND} {job.key}" for job in snapshot.jobs} | {f"{SERVICE_KIND} {service.key}" for service in snapshot.services}
             self._refusals = {resource: said for resource, said in self._refusals.items() if resource in there}
             decided = reconcile_all(snapshot, self.settings)
+            self._tell(decided.stumbles)
             self._meters.saw(snapshot, decided)
             spread = map if self._writers is None else self._writers.map
             failures = sum(spread(lambda entry: self._carry_out(*entry), decided.actions.items()))
@@ -104,9 +110,18 @@ class Rounds:
             tuple(self.api.list("ResourceClaim", settings.namespace).items if claimed else ()),
         )
 
+    def _tell(self, stumbles: Mapping[str, Exception]) -> None:
+        """Where the operator stumbled, with the way there; once, and not in every round that does the same."""
+        told = {resource: f"{type(error).__name__}: {error}" for resource, error in stumbles.items()}
+        for resource, error in stumbles.items():
+            if self._stumbles.get(resource) != told[resource]:
+                _log.warning("%s cannot be looked at and is left as it is: %s", resource, error, exc_info=error)
+        self._stumbles = told
+
     def _carry_out(self, resource: str, actions: tuple[Action, ...]) -> bool:
         """One resource's actions; whether they failed."""
         kind, key = resource.split(" ", 1)
+        self.breath = self._steady()
         try:
             for action in actions:
                 if not self._leads():

@@ -15,6 +15,8 @@ from semantide.operators.resources import JOB_LABEL, NPUJob
 
 _VOLCANO = "scheduling.volcano.sh/v1beta1"
 _NATIVE = "scheduling.k8s.io/v1beta1"
+POD_GROUPS = {"volcano": _VOLCANO, "native": _NATIVE}
+"""API version of the PodGroup that a scheduler wants."""
 
 
 @dataclass(frozen=True)

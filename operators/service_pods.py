@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from semantide.operators.actions import Remove
 from semantide.operators.job_pods import claim_devices, claim_template, device_annotations, visible_devices
 from semantide.operators.pod_template import Container, child_name, full_template, merged, owned, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
@@ -14,7 +15,7 @@ from semantide.operators.settings import OperatorSettings
 HTTP_PORT = 8000
 _ENTRY = ("semantide", "replica")
 # A change of these is no change of what the pods do.
-_NOT_IN_PODS = {"replicas", "rollout", "target", "suspend"}
+_NOT_IN_PODS = {"replicas", "rollout", "target", "priority", "suspend"}
 
 
 def service_revision(service: NPUService, settings: OperatorSettings) -> str:
@@ -65,9 +66,15 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
     manifest = pod_manifest(service, merged(_defaults(), full_template(service, settings)), own)
     if not claims:
         return [manifest]
-    claim_devices(manifest["spec"], place.pod)
-    template = claim_template(owned(service, place.pod, service_selector(service)), profile_of(spec.profile).device_class, npus)
+    claim = replica_prefix(service, revision)
+    claim_devices(manifest["spec"], claim)
+    template = claim_template(owned(service, claim, service_selector(service)), profile_of(spec.profile).device_class, npus)
     return [template, manifest]
+
+
+def revision_remains(service: NPUService, revision: str) -> Remove:
+    """What may be left of a revision besides its pods, to be taken away once these are gone."""
+    return Remove("resource.k8s.io/v1", "ResourceClaimTemplate", service.namespace, replica_prefix(service, revision), service.metadata.uid)
 
 
 def service_manifest(service: NPUService) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from semantide.operators.job_states import STUCK_SECONDS
 from semantide.operators.node import Node
 from semantide.operators.pods import Pod, seconds_of, time_of
 from semantide.operators.resources import NPUService, NPUServiceStatus, PodPlacement, ServicePhase
-from semantide.operators.service_pods import replica_manifests, replica_prefix, service_manifest, service_revision, service_selector
+from semantide.operators.service_pods import replica_manifests, replica_prefix, revision_remains, service_manifest, service_revision, service_selector
 from semantide.operators.settings import OperatorSettings
 
 
@@ -43,10 +43,12 @@ class ServiceLook:
 
 @dataclass(frozen=True)
 class ServiceStep:
-    """A service's new status and what to do once that is written. ``wanted`` are names of replicas to be placed; ``avoid`` nodes to be used last."""
+    """A service's new status and what to do once that is written; ``before`` is done first. ``wanted`` are names of replicas to be placed, or that found no room;
+    ``avoid`` nodes to be used last."""
 
     status: NPUServiceStatus
     actions: tuple[Action, ...] = ()
+    before: tuple[Action, ...] = ()
     wanted: tuple[str, ...] = ()
     avoid: frozenset[str] = frozenset()
 
@@ -93,7 +95,8 @@ def advance_service(look: ServiceLook) -> ServiceStep:
         *((_event(service, "Scaled", plan.reason),) if plan.reason and plan.replicas != service.status.wish else ()),
         *((_event(service, "Moving", plan.reason),) if plan.move and plan.reason else ()),
     )
-    return ServiceStep(status, actions, _names(look, status, revision, wanted), avoid)
+    status, before = _without_old_templates(look, status, revision)
+    return ServiceStep(status, actions, before, _names(look, status, revision, wanted), avoid)
 
 
 def replicas_placed(look: ServiceLook, step: ServiceStep, places: Sequence[PodPlacement]) -> ServiceStep:
@@ -103,7 +106,7 @@ def replicas_placed(look: ServiceLook, step: ServiceStep, places: Sequence[PodPl
     try:
         made = _made(look, places, revision)
     except ValueError as error:
-        return no_room(look, step, str(error))
+        return replace(no_room(look, step, str(error)), wanted=())
     return replace(step, status=status, actions=(*step.actions, *made), wanted=step.wanted[len(places) :])
 
 
@@ -113,6 +116,12 @@ def no_room(look: ServiceLook, step: ServiceStep, reason: str) -> ServiceStep:
         reason += "; rollout.strategy InPlace needs no room beside the old replicas"
     status = step.status
     return replace(step, status=concluded(look, status, status.phase, "NoRoom", f"{status.message}; {reason}" if status.message else reason))
+
+
+def room_made(look: ServiceLook, step: ServiceStep, way: str) -> ServiceStep:
+    """The step of a service for whose replicas others make room, or have done so."""
+    status = step.status
+    return replace(step, status=concluded(look, status, status.phase, "NoRoom", f"{status.message}; {way}"))
 
 
 def concluded(look: ServiceLook, status: NPUServiceStatus, phase: ServicePhase, reason: str, message: str) -> NPUServiceStatus:
@@ -206,6 +215,16 @@ def _end(look: ServiceLook, pods: Sequence[Pod]) -> tuple[Action, ...]:
         elif not pod.deleting:
             result.append(DeletePod(pod.namespace, pod.name, pod.uid))
     return tuple(result)
+
+
+def _without_old_templates(look: ServiceLook, status: NPUServiceStatus, revision: str) -> tuple[NPUServiceStatus, tuple[Action, ...]]:
+    """Take away the templates of resource claims of revisions that have no pods any more."""
+    if not look.settings.dynamic_resources or not look.service.spec.npus_per_replica:
+        return status, ()
+    kept = {revision, *(pod.revision for pod in look.pods)}
+    revisions = tuple(one for one in status.revisions if one in kept)
+    over = tuple(revision_remains(look.service, one) for one in status.revisions if one not in kept)
+    return status.model_copy(update={"revisions": revisions if revision in revisions else (*revisions, revision)}), over
 
 
 def _summary(look: ServiceLook, new: Sequence[Pod], old: Sequence[Pod], ready: int, wished: int) -> tuple[ServicePhase, str, str]:

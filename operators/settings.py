@@ -35,8 +35,8 @@ class OperatorSettings(BaseSettings):
     """TCP port of /metrics, /healthz and /readyz. 0: none."""
     lease_seconds: float = Field(default=15.0, ge=2)
     """How long another process waits for a leader that no longer renews its lease, seconds."""
-    round_seconds: float = Field(default=5.0, gt=0)
-    """Longest time between two looks at everything when nothing happens, seconds."""
+    round_seconds: float = Field(default=5.0, gt=0, le=60)
+    """Longest time between two looks at everything when nothing happens, seconds; at most 60, since /healthz takes two minutes without one for a death."""
     relist_seconds: float = Field(default=60.0, gt=0)
     """How often everything is read anew, in case a watch has missed something, seconds."""
     device_info_namespace: str = "kube-system"
@@ -54,7 +54,7 @@ class OperatorSettings(BaseSettings):
     volcano_queue: str = "default"
     """Volcano's queue for jobs that are handed to it."""
     node_grace_seconds: float = Field(default=20.0, ge=0)
-    """How long a node may be not ready before its pods count as lost, seconds."""
+    """How long a node may be not ready before its pods count as lost, by the operator's own clock from when it heard of it, seconds."""
     unschedulable_seconds: float = Field(default=30.0, ge=0)
     """How long Kubernetes' scheduler may refuse a placed pod before the whole gang is placed anew elsewhere, seconds."""
     placing_seconds: float = Field(default=900.0, gt=0)

@@ -12,8 +12,9 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.claimed_devices import claimed_devices
 from semantide.operators.cluster import Body, Listing
-from semantide.operators.inventory import DEVICE_NAMES, read_nodes
+from semantide.operators.inventory import DEVICE_NAMES, read_nodes, ready
 from semantide.operators.node import Node
 from semantide.operators.pods import Pod
 from semantide.operators.resources import JOB_KIND, SERVICE_KIND, NPUJob, NPUService
@@ -58,10 +59,15 @@ class Snapshot:
 
 
 class ObjectCache:
-    """The newest known state of every object of the watched kinds. Safe to use from several threads."""
+    """The newest known state of every object of the watched kinds. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    ``clock`` counts seconds from anywhere and never back: since when a node is not ready is told by it, for clocks of machines are never compared.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._lock = Lock()
+        self._silent: dict[str, float] = {}
         self._objects: dict[str, dict[tuple[str, str], Body]] = {}
         self._gone: dict[str, None] = {}
         self._read: dict[str, tuple[str, Any]] = {}
@@ -91,6 +97,11 @@ class ObjectCache:
         with self._lock:
             return list(self._objects.get(kind, {}).values())
 
+    def silence(self) -> dict[str, float]:
+        """How long nodes have been seen not ready, seconds."""
+        with self._lock:
+            return {name: self._clock() - since for name, since in self._silent.items()}
+
     def snapshot(
         self,
         settings: OperatorSettings,
@@ -110,10 +121,9 @@ class ObjectCache:
             self.bodies("Node"),
             pods,
             reports.config_maps,
-            now=now,
             resource_names=(DEVICE_NAMES | asked) - {""},
-            slices=reports.slices,
-            claims=reports.claims,
+            claimed=claimed_devices(reports.slices, reports.claims) if settings.dynamic_resources else None,
+            silence=self.silence(),
             gone_seconds=settings.node_grace_seconds,
         )
         return Snapshot(
@@ -155,6 +165,11 @@ class ObjectCache:
             known is not None and known["metadata"].get("uid") == metadata.get("uid") and _version(known) >= _version(body)
         ):
             return False
+        if body["kind"] == "Node":
+            if ready(body):
+                self._silent.pop(metadata["name"], None)
+            else:
+                self._silent.setdefault(metadata["name"], self._clock())
         # Who wrote which field is half of an object, and of no use here.
         objects[_key(body)] = {**body, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
         return True
@@ -165,6 +180,8 @@ class ObjectCache:
         known = objects.get(_key(body))
         if known is not None and known["metadata"].get("uid") == uid:
             del objects[_key(body)]
+            if body["kind"] == "Node":
+                self._silent.pop(body["metadata"]["name"], None)
         self._read.pop(uid, None)
         self._gone[uid] = None
         while len(self._gone) > _REMEMBERED_DELETIONS:

@@ -8,6 +8,8 @@ past one that does not fit). What a gang may take from others, all of it after a
     head of the line   from gangs that went past it while it waited, after ``patience_seconds``
     drain              after ``drain_seconds`` the nodes that will be free first take nobody any more whose room could not be taken back
 
+Replicas of services that found no room come before everybody, and take from running gangs of lower priority alone. They hold up nobody else.
+
 Room that is being given back is promised to whom it is for; a promise is not stored anywhere, it comes out the same at every look.
 """
 
@@ -156,9 +158,12 @@ def decide(
     nodes: Fleet,
     now: float,
     policy: Policy = Policy(),
+    serving: Iterable[Waiting] = (),
 ) -> Decision:
-    """Look at the line once; ``nodes`` is left as it is."""
-    return _Look(running, nodes, now, policy).decide(in_order(waiting, policy))
+    """Look at the line once; ``nodes`` is left as it is. ``serving`` are replicas without room; where room is made for them the reasons say so."""
+    look = _Look(running, nodes, now, policy)
+    look.serve(sorted(serving, key=lambda gang: (-gang.priority, gang.request.key)))
+    return look.decide(in_order(waiting, policy))
 
 
 class _Look:
@@ -182,6 +187,12 @@ class _Look:
         self._giving = any(gang.leaving for gang in running)
         self._blocked = 0
         self._searches = _SEARCHES
+
+    def serve(self, replicas: list[Waiting]) -> None:
+        """Promise room to replicas, or make some."""
+        for gang in replicas:
+            if way := self._make_way(gang, overtakers=False):
+                self.reasons[gang.request.key] = way
 
     def decide(self, line: list[Waiting]) -> Decision:
         for gang in line:
@@ -230,19 +241,24 @@ class _Look:
         request, waited = gang.request, gang.waited + self.now - gang.since
         if not refusal.survey.ever(request):
             return refusal.reason  # nor does it hold up those behind it
-        if (found := self._place_soon(request)) is not None:
-            self._promise(found, request)
-            return f"{refusal.reason}; room for it is being given back"
-        overtakers = not self._blocked and waited >= self.policy.patience_seconds
-        victims = self._take(gang, overtakers) if overtakers or gang.priority > self._weakest else []
-        if victims:
-            names = ", ".join(victim.request.key for victim in victims[:_NAMES]) + (f" and {len(victims) - _NAMES} more" if len(victims) > _NAMES else "")
-            return f"{refusal.reason}; {names} {'saves its' if len(victims) == 1 else 'save their'} state and {'makes' if len(victims) == 1 else 'make'} room"
+        if way := self._make_way(gang, overtakers=not self._blocked and waited >= self.policy.patience_seconds):
+            return f"{refusal.reason}; {way}"
         self._blocked += 1
         if self._blocked == 1 and waited >= self.policy.drain_seconds:
             return f"{refusal.reason}; {self._drain(request):,} nodes take only gangs that can be moved until it starts"
         behind = f"; {self._blocked - 1:,} ahead of it in line" if self._blocked > 1 else ""
         return refusal.reason + behind
+
+    def _make_way(self, gang: Waiting, *, overtakers: bool) -> str:
+        """Promise the gang what is being given back, or let others give room; how, in words, and nothing where neither helps."""
+        if (found := self._place_soon(gang.request)) is not None:
+            self._promise(found, gang.request)
+            return "room for it is being given back"
+        victims = self._take(gang, overtakers) if overtakers or gang.priority > self._weakest else []
+        if not victims:
+            return ""
+        names = ", ".join(victim.request.key for victim in victims[:_NAMES]) + (f" and {len(victims) - _NAMES} more" if len(victims) > _NAMES else "")
+        return f"{names} {'saves its' if len(victims) == 1 else 'save their'} state and {'makes' if len(victims) == 1 else 'make'} room"
 
     def _take(self, gang: Waiting, overtakers: bool) -> list[Running]:
         if self._searches == 0:

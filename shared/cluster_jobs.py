@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from semantide.shared.npujob import (
     Note,
     annotations_of,
     body,
+    earlier_of,
     found_of,
     name_of,
     next_step,
@@ -108,7 +110,7 @@ class NPUJobs:
         self._call("patch_namespaced_custom_object", name=name, body={"metadata": {"annotations": dict(values)}}, fine=404)
 
     def delete(self, name: str) -> None:
-        """Delete one that may be gone; its pods are asked to end, and may end after it is gone.
+        """Delete one that may be gone; its pods are asked to end, and it stays until they have.
 
         Raises: ClusterUnavailable.
         """
@@ -206,28 +208,36 @@ class ClusterRunner:
         refused: list[_Refused] = []
         for record in records:
             own = found_of(record, found)
-            try:
-                self._tend(record, own)
-            except _Refused as error:
-                refused.append(error)
+            self._alone(record.id, partial(self._tend, record, own, earlier_of(record, found)), refused)
             if own is not None:
                 del found[own.name]
         for left in found.values():
             self._annotated.pop(left.name, None)
-            try:
-                self._tend_left_over(left)
-            except _Refused as error:
-                refused.append(error)
+            self._alone(left.job_id, partial(self._tend_left_over, left), refused)
         if refused:
             raise refused[0]
+
+    def _alone(self, job_id: str, work: Callable[[], None], refused: list[_Refused]) -> None:
+        """Do what one job needs; what goes wrong with it alone is put into ``refused``, and the others have their turn."""
+        try:
+            work()
+        except _Refused as error:
+            refused.append(error)
+        except BadData as error:
+            refused.append(_Refused(f"job {job_id}: {error}"))
+        except (ClusterUnavailable, broker_door.RedisError):
+            raise  # nobody else would fare better
+        except Exception as error:
+            self._log.exception("one job cannot be compared with its NPUJob; the others are", job=job_id)
+            refused.append(_Refused(f"job {job_id}: {type(error).__name__}: {error}"))
 
     def _tell_waiting(self, error: ClusterUnavailable) -> None:
         for record in self._jobs.open_jobs(self._room.name):
             if record.state == "queued":
                 self._jobs.write_open(record.id, stage=f"waits for the cluster: {error}")
 
-    def _tend(self, record: JobRecord, found: Found | None) -> None:
-        step = next_step(record, found)
+    def _tend(self, record: JobRecord, found: Found | None, earlier: Found | None) -> None:
+        step = next_step(record, found, earlier)
         match step:
             case Create():
                 self._create(record)

@@ -165,13 +165,20 @@ def found_of(record: JobRecord, npujobs: Mapping[str, Found]) -> Found | None:
     return by_name or next((found for found in npujobs.values() if found.job_id == record.id and not found.ours), None)
 
 
-def next_step(record: JobRecord, found: Found | None) -> Step | None:
+def earlier_of(record: JobRecord, npujobs: Mapping[str, Found]) -> Found | None:
+    """An NPUJob of an earlier run of the job: while there is one its pods may still write where the next run's would."""
+    return next((found for found in npujobs.values() if found.job_id == record.id and found.ours and found.name != name_of(record)), None)
+
+
+def next_step(record: JobRecord, found: Found | None, earlier: Found | None = None) -> Step | None:
     """What to do about a job that has not ended. ``found`` must have been read before ``record``: pods record an end before they end."""
     assert record.state not in ENDED, record.state
     if record.cancel_requested:
         if found is None:
             return End("cancelled", "cancelled on request" if record.npujob else "cancelled before it started")
-        return None if found.deleting else Delete(found.name)
+        return _noted(record, stage="its pods end") if found.deleting else Delete(found.name)
+    if found is None and not record.npujob and earlier is not None:
+        return _noted(record, stage=f"waits for the pods of NPUJob {earlier.name} to end")
     if found is None:
         if record.npujob:
             return End(
@@ -187,6 +194,10 @@ def next_step(record: JobRecord, found: Found | None) -> Step | None:
     if found.phase != "Running":
         # Why it waits stands where a running job says what it does.
         fields |= {"stage": ": ".join(text for text in (found.phase.lower() or "waits for the operator", found.message) if text)}
+    return _noted(record, **fields)
+
+
+def _noted(record: JobRecord, **fields: Any) -> Note | None:
     changed = {name: value for name, value in fields.items() if getattr(record, name) != value}
     return Note(changed) if changed else None
 

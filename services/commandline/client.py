@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import httpx
@@ -20,6 +20,10 @@ from semantide.shared.errors import NotFound, PermanentError, TransientError
 _CHUNK_BYTES = 1 << 20
 NO_GENERATORS = ("sasrec", "retriever-", "fuxi-")
 """How recipes begin that need no catalog."""
+
+
+def _as_sent(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".")[-200:] or "file"
 
 
 class StackError(PermanentError):
@@ -80,7 +84,7 @@ class Client:
     def upload(self, path: Path, folder: str | None = None) -> tuple[str, str]:
         """Stream a file to the stack, into a folder of its own or that one; the name it has there, and the path under which an import finds it."""
         # Two uploads of one file name must not meet.
-        name = f"{folder or uuid.uuid4().hex[:12]}/{re.sub(r'[^A-Za-z0-9._-]', '_', path.name).lstrip('.')[-200:] or 'file'}"
+        name = f"{folder or uuid.uuid4().hex[:12]}/{_as_sent(path.name)}"
 
         def chunks() -> Iterator[bytes]:
             with path.open("rb") as stream:
@@ -89,6 +93,21 @@ class Client:
 
         answer = self.call("PUT", f"/v1/uploads/{name}", content=chunks(), headers={"Content-Length": str(path.stat().st_size)}, timeout=None)
         return name, str(answer["path"])
+
+    def upload_folder(self, folder: Path) -> tuple[list[str], str]:
+        """Stream a folder's files, below the same names; the names they have there, and the path under which an import finds them all.
+
+        Raises: ValueError where it has none.
+        """
+        files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        if not (files := [file for file in files if not any(part.startswith(".") for part in file.parts)]):
+            raise ValueError(f"{folder} holds no files: name a folder with data in it, or a file")
+        there, names, place = uuid.uuid4().hex[:12], list[str](), ""
+        for file in files:
+            inside = "/".join([there, *map(_as_sent, file.parts[:-1])])
+            name, place = self.upload(folder / file, inside)
+            names.append(name)
+        return names, str(PurePosixPath(place).parents[len(file.parts) - 1])
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Submit a job."""

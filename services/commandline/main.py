@@ -23,6 +23,7 @@ from semantide.services.commandline.jobs import AsJson, Wait, run_job
 from semantide.services.commandline.overrides import OnCluster, Overrides
 from semantide.services.commandline.overrides import config_of as _config
 from semantide.services.commandline.overrides import wish_of as _wish
+from semantide.services.commandline.page_report import pages
 from semantide.services.commandline.publishing import IfNotWorse, decisions, promote
 from semantide.services.commandline.recommendations import recommend
 from semantide.services.commandline.simulation import abtest, simulate
@@ -43,6 +44,7 @@ app.command()(recommend)
 app.command()(promote)
 app.command()(decisions)
 app.command()(jobs.report)
+app.command()(pages)
 app.command()(experiment)
 app.command()(simulate)
 app.command()(abtest)
@@ -137,19 +139,23 @@ def ingest(
     if format:
         body["format"] = format
     spec = JobSpec(kind="import")
-    uploaded = None
+    uploaded: list[str] = []
     try:
         record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
     except StackError as error:
-        # The stack may live elsewhere, or may not read that folder: send a single file there instead.
-        if error.status not in (403, 404) or not path.is_file():
+        # The stack may live elsewhere, or may not read that folder: send what is here there instead.
+        if error.status not in (403, 404):
             raise
-        uploaded, body["path"] = client.upload(path)
+        if path.is_file():
+            name, body["path"] = client.upload(path)
+            uploaded = [name]
+        else:
+            uploaded, body["path"] = client.upload_folder(path)
         record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
     if not wait:
         return
-    if uploaded is not None:
-        client.call("DELETE", f"/v1/uploads/{uploaded}")
+    for name in uploaded:
+        client.call("DELETE", f"/v1/uploads/{name}")
     counts = record.result
     if not as_json:
         figures = ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and not isinstance(value, bool))
@@ -167,7 +173,9 @@ def ingest(
 @app.command()
 def dataset(seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_json: AsJson = False) -> None:
     """Clean the events, make pages and splits: one data set artifact."""
-    run_job(Client(Settings()), JobSpec(kind="dataset", config=_config(overrides), seed=seed), wait=wait, as_json=as_json)
+    record = run_job(Client(Settings()), JobSpec(kind="dataset", config=_config(overrides), seed=seed), wait=wait, as_json=as_json)
+    if wait and not as_json:
+        display.console.print(f"{record.result['pages']['verdict']} (`semantide pages`)", highlight=False, markup=False)
 
 
 @app.command()
@@ -237,7 +245,7 @@ def train(
     wait: Wait = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model: recipe tiny, small, base (generator), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER), sasrec (baseline),
+    """Train a model: recipe tiny, small, base (generator), pagewise and pointwise (generator by pages), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER), sasrec (baseline),
     retriever-SIZE or fuxi-SIZE (HSTU or FuXi-alpha over item ids; SIZE is tiny, small, medium, large or long)."""
     client = Client(Settings())
     inputs = {"dataset": dataset or client.latest("dataset", "dataset")}

@@ -9,14 +9,6 @@ import typer
 
 from semantide.shared.contracts import ClusterWish
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)")]
-
-
-OnCluster = Annotated[
-    list[str] | None,
-    typer.Option("--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds"),
-]
-
 
 def wish_of(options: list[str] | None) -> ClusterWish:
     """What ``--cluster`` options ask for."""
@@ -38,3 +30,25 @@ def config_of(overrides: list[str] | None, option: str = "--set", example: str =
         except json.JSONDecodeError:
             config[name] = value
     return config
+
+
+def _checked_config(given: list[str] | None) -> list[str] | None:
+    """Refuse wrong use before a stack is looked for."""
+    config_of(given)
+    return given
+
+
+def _checked_wish(given: list[str] | None) -> list[str] | None:
+    wish_of(given)
+    return given
+
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", "-s", help="Override a field of the configuration, as in --set epochs=5 (value in JSON)", callback=_checked_config)
+]
+OnCluster = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds", callback=_checked_wish
+    ),
+]

@@ -298,6 +298,16 @@ def build(room: Room) -> APIRouter:
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
+    @router.get("/datasets/{ref:path}/pages", summary="What the pages of a data set are like, and whether training by pages can pay")
+    def page_report(ref: str) -> dict[str, Any]:
+        full = ref if ref.startswith("datasets/") else f"datasets/{ref}"
+        if full not in room.store.list("datasets"):
+            raise NotFound(f"no data set {ref!r}: `semantide dataset` makes one")
+        report = json.loads(room.store.fs.cat_file(f"{room.store.root}/{full}/dataset.json")).get("page_report")
+        if report is None:
+            raise NotFound(f"{full} was made before pages were counted: make it anew with `semantide dataset`")
+        return {"dataset": full, **report}
+
     @router.put("/uploads/{name:path}", status_code=201, summary="Send a file that an import can then read")
     async def put_upload(request: Request, name: str = PathParameter(max_length=1000)) -> dict[str, Any]:
         return await _receive(request, uploads, name)
@@ -308,9 +318,9 @@ def build(room: Room) -> APIRouter:
         if not path.is_file():
             raise NotFound(f"no uploaded file {name!r}")
         path.unlink()
-        with suppress(OSError):  # its folder goes with its last file
-            if path.parent != uploads:
-                path.parent.rmdir()
+        with suppress(OSError):  # folders go with their last file
+            for folder in list(path.relative_to(uploads).parents)[:-1]:
+                (uploads / folder).rmdir()
         return Response(status_code=204)
 
     return router

@@ -60,7 +60,7 @@ def clean(events: pl.DataFrame, deleted: pl.Series, signals: Signals, config: Cl
     frame = kept(frame, "action is no longer configured", pl.col("action") >= 0)
     frame = frame.drop("event")[_order(frame)]
     likes = signals.intensity(frame["action"].to_numpy()) >= config.positive_intensity
-    positives = frame.select("user", "item", "time", "action").filter(pl.Series(likes))
+    positives = frame.select("user", "item", "time", "action", "page", "tab").filter(pl.Series(likes))
     before = positives.height
     if config.deduplicate == "consecutive":
         positives = _folded(positives, signals)

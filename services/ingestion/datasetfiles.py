@@ -25,6 +25,7 @@ from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, dated
 from semantide.shared.errors import BadData
 from semantide.shared.executors import Executor, LocalExecutor, Outcome, Piece, Steps, Tick
+from semantide.shared.page_report import PageCounts
 
 PART_ROWS = 1_000_000
 _ROW_GROUP = 100_000
@@ -41,7 +42,7 @@ class DatasetConfig:
     Units: ``valid_time``, ``test_time`` milliseconds since 1970 (0: by fraction); ``session_gap_seconds`` seconds.
     """
 
-    split: Literal["leave-one-out", "temporal"] = "leave-one-out"
+    split: Literal["leave-one-out", "last-page", "temporal"] = "leave-one-out"
     valid_fraction: float = 0.1
     test_fraction: float = 0.1
     valid_time: int = 0
@@ -75,8 +76,8 @@ class DatasetConfig:
             if not fits or (isinstance(value, bool) and not isinstance(default, bool)):
                 raise ValueError(f"{name} is {value!r}: it is a {type(default).__name__}, such as {default!r}")
         made = cls(**{"session_gap_seconds": session_gap_seconds, **config})
-        if made.split not in ("leave-one-out", "temporal"):
-            raise ValueError(f"split is {made.split!r}: use leave-one-out or temporal")
+        if made.split not in ("leave-one-out", "last-page", "temporal"):
+            raise ValueError(f"split is {made.split!r}: use leave-one-out, last-page or temporal")
         if made.deduplicate not in ("consecutive", "all", "none"):
             raise ValueError(f"deduplicate is {made.deduplicate!r}: use consecutive, all or none")
         if not (made.valid_fraction >= 0 and made.test_fraction > 0 and made.valid_fraction + made.test_fraction < 1):
@@ -175,6 +176,7 @@ def write_dataset(
         "dropped": dict(sorted(dropped.items())),
         "valid_time": splitting.valid_time if splitting.split == "temporal" else 0,
         "test_time": splitting.test_time if splitting.split == "temporal" else 0,
+        "page_report": sum((PageCounts.from_flat(table["count"].to_numpy()) for table in finished.tables("page_counts")), PageCounts.nothing()).report(),
         "pages": "a page is in the training part where its time is before the user's times[train_end]; pages are cut at the ends of the parts",
     }
     (folder / "dataset.json").write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")

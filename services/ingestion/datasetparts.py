@@ -23,6 +23,8 @@ from semantide.services.ingestion.schema import completed
 from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, split
 from semantide.shared.executors import Output
+from semantide.shared.page_report import PageCounts
+from semantide.shared.pages import answers
 
 COLUMNS = ("user", "item", "time", "action", "page", "event", "value", "tab", "position", "propensity", "signals")
 SAMPLED_USERS = 20_000
@@ -130,7 +132,10 @@ def finish(
     present, starts = np.unique(number, return_index=True)
     offsets = np.append(starts, len(number)).astype(np.int64)
     lengths = np.diff(offsets)
-    parts = split(times, offsets, splitting)
+    gap_ms = session_gap_seconds * 1000
+    never = np.full(users.num_rows, _NEVER)
+    liked = Shown(number, item_rows, times, *(positives[name].to_numpy() for name in ("action", "page", "tab")))
+    parts = split(times, offsets, splitting, page_numbers(liked, never, never, gap_ms) if len(number) else times)
     within = np.arange(len(item_rows)) - np.repeat(offsets[:-1], lengths)
     counts = np.bincount(item_rows[within < np.repeat(parts.train_end, lengths)], minlength=len(row_of))
     counted = np.flatnonzero(counts)
@@ -143,7 +148,6 @@ def finish(
     row_of_user[present] = np.arange(len(present), dtype=np.int32)
     seen_user, seen_row = row_of_user[events["user"].to_numpy()], row_of[events["item"].to_numpy()]
     seen = (seen_user >= 0) & (seen_row >= 0)
-    gap_ms = session_gap_seconds * 1000
     named = (events[name].to_numpy() for name in ("time", "action", "page", "tab"))
     time, action, page, tab = (column[seen] for column in named)
     valid_time, test_time = time_at(parts.train_end), time_at(parts.valid_end)
@@ -179,6 +183,7 @@ def finish(
         ),
         "feedback": feedback,
         "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
+        "page_counts": pa.table({"count": PageCounts.of(shown.offsets, answers(signals.intensity(shown.actions))).flat()}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),
     }
 

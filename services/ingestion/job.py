@@ -227,7 +227,7 @@ def make_dataset(job: JobContext) -> JobOutcome:
         ref = job.store.put("datasets", Path(folder), config=header["config"], seed=job.spec.seed)
     job.discard(workdir)
     job.progress(3, 3, "steps", "done")
-    return JobOutcome(artifacts={"dataset": ref}, result={"counts": header["counts"], "dropped": header["dropped"]})
+    return JobOutcome(artifacts={"dataset": ref}, result={"counts": header["counts"], "dropped": header["dropped"], "pages": header["page_report"]})
 
 
 def grouped(segments: Sequence[Segment], rows: int) -> list[list[Path]]:

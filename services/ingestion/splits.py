@@ -1,7 +1,8 @@
 """Which of a user's events train, validate and test.
 
-Leave-one-out: the last is for the test, the one before for validation; a user of fewer than three only trains. Between users
-this leaks time, as the protocol always does: the temporal split does not, since all that trains happened before all that is judged.
+Leave-one-out: the last is for the test, the one before for validation; a user of fewer than three only trains. Last-page: the same of pages, whose
+events are then predicted together. Between users both leak time, as the protocol always does: the temporal split does not, since all that trains happened
+before all that is judged.
 Legend: U users, E events.
 """
 
@@ -21,7 +22,7 @@ from semantide.shared.errors import BadData
 class SplitConfig:
     """How to split. Units: times in milliseconds; a time of 0 means that the fraction decides."""
 
-    split: Literal["leave-one-out", "temporal"] = "leave-one-out"
+    split: Literal["leave-one-out", "last-page", "temporal"] = "leave-one-out"
     valid_fraction: float = 0.1
     test_fraction: float = 0.1
     valid_time: int = 0
@@ -41,20 +42,33 @@ class Split:
     test_time: int = 0
 
 
-def split(times: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], config: SplitConfig) -> Split:
-    """Split histories whose events are in order; a temporal split's two times must be known.
+def split(times: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], config: SplitConfig, pages: npt.NDArray[np.int64] | None = None) -> Split:
+    """Split histories whose events are in order; a temporal split's two times must be known, and the page of each event where the last pages are held out.
 
-    Shapes: ``times`` [E], ``offsets`` [U + 1].
+    Shapes: ``times``, ``pages`` [E], ``offsets`` [U + 1].
     """
+    if config.split == "last-page":
+        assert pages is not None
+        return _last_pages(offsets, pages)
     if config.split == "leave-one-out":
         lengths = np.diff(offsets)
         held_out = lengths >= 3
         return Split((lengths - 2 * held_out).astype(np.int32), (lengths - held_out).astype(np.int32))
-    assert config.valid_time and config.test_time, config
     users = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     train_end = np.bincount(users[times < config.valid_time], minlength=len(offsets) - 1).astype(np.int32)
     valid_end = np.bincount(users[times < config.test_time], minlength=len(offsets) - 1).astype(np.int32)
     return Split(train_end, valid_end, config.valid_time, config.test_time)
+
+
+def _last_pages(offsets: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> Split:
+    """Where events of two pages mix, a page ends at the other's first."""
+    lengths = np.diff(offsets)
+    user = np.repeat(np.arange(len(lengths)), lengths)
+    begins = np.flatnonzero(np.append(True, (user[1:] != user[:-1]) | (pages[1:] != pages[:-1]))[: len(pages)])
+    runs = np.bincount(user[begins], minlength=len(lengths))
+    last, held_out = np.cumsum(runs) - 1, runs >= 3
+    ends = [np.where(held_out, begins[np.maximum(last - back, 0)] - offsets[:-1] if len(begins) else 0, lengths) for back in (1, 0)]
+    return Split(ends[0].astype(np.int32), ends[1].astype(np.int32))
 
 
 def dated(config: SplitConfig, num_events: int, time_of_rank: Callable[[int], int]) -> SplitConfig:
@@ -62,7 +76,7 @@ def dated(config: SplitConfig, num_events: int, time_of_rank: Callable[[int], in
 
     Raises: BadData where the test would come before the validation.
     """
-    if config.split == "leave-one-out":
+    if config.split != "temporal":
         return config
 
     def after(share: float) -> int:

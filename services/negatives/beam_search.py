@@ -22,6 +22,7 @@ from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.negative_sampling import IntArray, Rows
 from semantide.shared.negative_source import TrainingEvents
 
@@ -67,8 +68,7 @@ class BeamSearcher:
         self._decoder = GeneratorDecoder(model.eval())
         self._device = model.head_VD.device
         self._trie = SearchTrie.build(catalog.trie, self._device)
-        self._item_tokens_NL = model.vocabulary.item_tokens(catalog.codes)
-        self._vocabulary = model.vocabulary
+        self._spelling = PromptSpelling.of(model, catalog.codes)
         self._catalog_rows = np.array([catalog.row_of.get(item, -1) for item in dataset.item_ids], dtype=np.int64)
         self._item_of = np.full(len(catalog), -1, dtype=np.int64)
         known = self._catalog_rows >= 0
@@ -91,7 +91,7 @@ class BeamSearcher:
         return found
 
     def _hits(self, histories: Sequence[IntArray]) -> Rows:
-        prompts = Jagged.from_sequences(self._vocabulary.history_tokens(self._item_tokens_NL[history_window(rows, self._max_items)]) for rows in histories)
+        prompts = Jagged.from_sequences(self._spelling.prompt(history_window(rows, self._max_items)) for rows in histories)
         node_filter = ItemFilter.build(self._trie, [self._mask], [0] * len(histories), list(histories))
         prompts = prompts.to(self._device)
         hits = beam_search(self._decoder, self._trie, prompts.values, prompts.offsets_B1, self._width, node_filter=node_filter)

@@ -35,10 +35,11 @@ from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.live_answers import live_answer, split_answer
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
+from semantide.services.serving.profile import TimedEvent
 from semantide.services.serving.publishing import compare
 from semantide.services.serving.registry import LIVE
 from semantide.services.serving.retrieval import Retrieved
-from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer, timed
+from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer
 from semantide.services.serving.scheduler import Overloaded
 from semantide.services.serving.service import Service
 from semantide.services.serving.ticket import Passage
@@ -226,7 +227,7 @@ class ClientGone(Exception):
 
 
 async def _retrieve(service: Service, body: RecommendationRequest, wish: Wish, bundle: Bundle | None) -> Retrieved:
-    return await run_in_threadpool(service.retrieve, body.user, timed(body, wish), partial(asking, body, wish, bundle))
+    return await run_in_threadpool(service.retrieve, body.user, wish.events, partial(asking, body, wish, bundle))
 
 
 async def _search(request: Request, service: Service, wishes: list[Wish], bundle: Bundle) -> list[tuple[Answer, Passage]]:
@@ -325,11 +326,13 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
         raise ValueError(f"`depth` is {body.depth} and `n` {body.n}: rank at least as many items as the first page has")
     if body.split_by is not None and body.user is not None:
         raise ValueError(f"`split_by` is {body.split_by!r} and `user` {body.user!r}: a user is split by their own id; leave `split_by` out")
-    events = None
+    events: tuple[TimedEvent, ...] | None = None
     if body.history is not None:
         if not body.history:
             raise ValueError("`history` is []: give at least one item, or send `user` instead (an unknown user is ranked without history)")
-        plain = tuple((entry, "click") for entry in body.history if isinstance(entry, str))  # the usual case, without a model made of each entry
+        plain: tuple[TimedEvent, ...] = tuple(
+            (entry, "click", None) for entry in body.history if isinstance(entry, str)
+        )  # the usual case, without a model made of each entry
         if len(plain) == len(body.history) and "click" in actions:
             events = plain
         else:
@@ -348,7 +351,7 @@ def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
     )
 
 
-def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
+def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[TimedEvent, ...]:
     for place, event in enumerate(history):
         if event.action not in actions:
             raise ValueError(f"`history[{place}].action` is {event.action!r}: use one of {', '.join(sorted(actions))}, or configure it in SEMANTIDE_ACTIONS")
@@ -357,7 +360,7 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[t
         raise ValueError(f"`history[{timed.index(False)}].time` is missing: give a time for every event, or for none (then oldest first)")
     if all(timed):
         history = sorted(history, key=lambda event: event.time or 0)
-    return tuple((event.item, event.action) for event in history)
+    return tuple((event.item, event.action, event.time) for event in history)
 
 
 def _answer(

@@ -32,6 +32,7 @@ from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
 from semantide.shared.models.prompt_cache import PromptCache
+from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.telemetry import logger
@@ -85,7 +86,11 @@ class ServingModel(NarrowingModel, Protocol):
     """What serving needs of a model beyond the search: what it will hold is known in advance, and prompts that were read before can be given back."""
 
     def kv_bytes(self, prompt_tokens: int, width: int) -> int:
-        """Bytes of keys and values that a request of this prompt and width holds at most."""
+        """Bytes of keys and values that a request of a prompt of so many tokens and of this width holds at most."""
+        ...
+
+    def places(self, prompt_tokens: int) -> int:
+        """Places that are read for a prompt of so many tokens, or for such a beginning of one: fewer than tokens where the model merges them."""
         ...
 
     def begin(
@@ -100,9 +105,7 @@ class Bundle:
     """A model, its catalog, and what is known of the items. ``prompts`` are kept of its users, and go with it.
 
     ``trained_items`` is how many items, the first rows, the model's own catalog had: the rows after them are younger than the model.
-    ``embed`` gives the model's vectors of tokens.
-
-    Shapes: ``item_tokens_NL`` [N, L].
+    ``spelling`` makes prompts of rows; ``item_vectors`` gives the model's vectors of items from the tokens of their codes.
     """
 
     pair: Pair
@@ -112,10 +115,10 @@ class Bundle:
     trie: SearchTrie
     titles: tuple[str, ...]
     rows_of_category: Mapping[str, IntArray]
-    item_tokens_NL: npt.NDArray[np.int64]
+    spelling: PromptSpelling
     max_history_items: int
     trained_items: int
-    embed: Callable[[Tensor], Tensor]
+    item_vectors: Callable[[Tensor], Tensor]
     reading: Reading = field(default_factory=Reading)
     masks: MaskCache = field(default_factory=MaskCache, repr=False, compare=False)
     prompts: PromptCache = field(default_factory=lambda: PromptCache(0), repr=False, compare=False)
@@ -150,13 +153,13 @@ class Bundle:
         return mask
 
     def vectors(self, rows: IntArray) -> npt.NDArray[np.float32]:
-        """The model's own vectors of items: the sum of those of their codes.
+        """The model's own vectors of items: what it reads of their codes.
 
         Shapes: [n] -> [n, D].
         """
-        tokens_nL = torch.as_tensor(self.item_tokens_NL[rows], device=self.trie.device)
+        tokens_nL = torch.as_tensor(self.spelling.item_tokens_NL[rows], device=self.trie.device)
         with torch.inference_mode():
-            return np.asarray(self.embed(tokens_nL).float().sum(1).cpu().numpy())
+            return np.asarray(self.item_vectors(tokens_nL).float().cpu().numpy())
 
     def rows(self, items: tuple[str, ...]) -> IntArray:
         """Catalog rows of the items that the catalog has, in the same order."""
@@ -234,10 +237,10 @@ def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, l
         trie=trie,
         titles=titles,
         rows_of_category=rows_of_category,
-        item_tokens_NL=vocabulary.item_tokens(catalog.codes),
+        spelling=PromptSpelling.of(generator, catalog.codes),
         max_history_items=int(header.get("max_items") or DEFAULT_HISTORY_ITEMS),
         trained_items=_trained_items(store, header.get("catalog"), pair, catalog),
-        embed=generator.embed,
+        item_vectors=generator.item_vectors,
         reading=reading_of(header),
         prompts=PromptCache(prompt_cache_bytes),
     )

@@ -41,6 +41,7 @@ class Query:
     ``history`` is what the user liked, oldest first; ``excluded`` must not come back. Items that the catalog does not have are fine in both.
     ``variety`` is the temperature at which, without a history, items are drawn with ``seed`` among the beams; 0: the best ones.
     ``user`` is whose prompt may be kept for the next time; None: nobody's. ``only_new`` leaves only items that are younger than the model.
+    ``moments`` say what was done with each item of the history, and when (milliseconds since 1970, or None); empty: not known.
     ``conditional`` takes log-probabilities over the codes that the catalog has below a prefix, not over all codes of the level.
     """
 
@@ -55,6 +56,7 @@ class Query:
     user: str | None = None
     only_new: bool = False
     conditional: bool = False
+    moments: tuple[tuple[str, int | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Answer:
 class Prepared:
     """A query against one bundle, with all that does not change with the moment: its prompt, its width, what it leaves out.
 
-    ``read_rows`` are the items that the prompt spells. ``tokens`` of it are not in common with the user's last prompt, if one was ``kept``.
+    ``read_rows`` are the items that the prompt spells. ``tokens`` of its ``places`` (a merged item is one of them) are not in common with the user's last
+    prompt, if one was ``kept``.
 
     Shapes: ``prompt`` [T].
     """
@@ -120,7 +123,7 @@ class Prepared:
         """Look up a query's items, spell its history, and see what is kept of the user."""
         rows = bundle.rows(query.history)
         read_rows = history_window(rows, bundle.max_history_items)
-        prompt = bundle.vocabulary.history_tokens(bundle.item_tokens_NL[read_rows])
+        prompt = _spelled(bundle, query, read_rows)
         width = effective_width(query, len(bundle.trie))
         prepared = cls(bundle, query, prompt, read_rows, bundle.rows(query.excluded), width, len(rows))
         prepared.last_prompt()
@@ -129,10 +132,15 @@ class Prepared:
     def last_prompt(self) -> PromptKV | None:
         """What the cache has of the user now. It is not held on to: queries that wait would keep memory that the cache has given away."""
         last = self.bundle.prompts.get(self.query.user) if self.query.user is not None else None
-        # The last token is always read, whatever is kept.
-        common = 0 if last is None else min(last.common_tokens(torch.as_tensor(self.prompt, device=last.tokens_t.device)), len(self.prompt) - 1)
-        self.kept, self.tokens = last is not None, len(self.prompt) - common
+        common = 0 if last is None else last.common_tokens(torch.as_tensor(self.prompt, device=last.tokens_t.device))
+        # The last place is always read, whatever is kept.
+        self.kept, self.tokens = last is not None, max(1, self.places - self.bundle.model.places(common))
         return last
+
+    @property
+    def places(self) -> int:
+        """What the model reads of the prompt where nothing is kept."""
+        return self.bundle.model.places(len(self.prompt))
 
     @property
     def history_items(self) -> int:
@@ -164,11 +172,22 @@ class Prepared:
         return narrowed_width(self.width, self.query.n, share)
 
 
+def _spelled(bundle: Bundle, query: Query, read_rows: IntArray) -> Tokens:
+    """The prompt of the items that are read; with what was done and when, where the model looks at it."""
+    spelling = bundle.spelling
+    if not spelling.merger.features or not query.moments or not len(read_rows):
+        return spelling.prompt(read_rows)
+    row_of = bundle.catalog.row_of
+    read = [moment for item, moment in zip(query.history, query.moments, strict=True) if item in row_of][-len(read_rows) :]
+    times = [time // 1000 for _, time in read if time is not None]
+    return spelling.prompt(read_rows, spelling.action_numbers(action for action, _ in read), times if len(times) == len(read) else None)
+
+
 class Group:
     """Prepared queries of one bundle under way together.
 
     ``unavailable`` says what may not be recommended now. ``leases`` hold each query's memory until ``keep`` or ``close`` give it back.
-    ``tokens_read`` of its ``prompt_tokens`` were not known from elsewhere.
+    ``tokens_read`` of its ``prompt_tokens``, a merged item counting as one, were not known from elsewhere.
     """
 
     def __init__(
@@ -225,7 +244,7 @@ class Group:
             tokens_T = torch.as_tensor(np.concatenate([request.prompt for request in self.requests]), device=device)
             offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
             last = [request.last_prompt() for request in self.requests]
-            self.prompt_tokens, self.tokens_read = len(tokens_T), self.next_rows()
+            self.prompt_tokens, self.tokens_read = sum(request.places for request in self.requests), self.next_rows()
             logits, self._state = model.begin(tokens_T, offsets_R1, last if any(last) else None, self._leases or None)
             start = self._mark("prefill", start)
         else:

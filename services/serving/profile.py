@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+TimedEvent = tuple[str, str, int | None]  # item, action, milliseconds since 1970 or None
+
 POSITIVE = 1.0  # the intensity from which an action says that the user wanted the item
 
 

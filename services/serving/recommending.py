@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from semantide.services.serving.bundle import Bundle, Unavailable
 from semantide.services.serving.engine import Group, Prepared
-from semantide.services.serving.profile import profile_of
+from semantide.services.serving.profile import TimedEvent, profile_of
 from semantide.services.serving.wish import Wish
 from semantide.shared.decoding.kv_pool import KVExhausted, KVLease, KVPool
 
-Events = tuple[tuple[str, str], ...]
+Events = tuple[TimedEvent, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Recommending:
             if isinstance(found, Exception):
                 raise found
             events = found
-        prepared = Prepared.of(bundle, wish.query(profile_of(events, self.actions, bundle.reading)))
+        profile = profile_of(((item, action) for item, action, _ in events), self.actions, bundle.reading)
+        prepared = Prepared.of(bundle, wish.query(profile, events if bundle.spelling.merger.features else ()))
         if prepared.kv_bytes > self.pool.budget_bytes:
             raise ValueError(
                 f"`beam_width` {wish.width} with n = {wish.n} needs {prepared.kv_bytes} bytes of keys and values, more than the {self.pool.budget_bytes} of "

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from semantide.services.serving.bundle import Bundle, Unavailable
-from semantide.services.serving.profile import Reading, profile_of, reading_of
+from semantide.services.serving.profile import Reading, TimedEvent, profile_of, reading_of
 from semantide.services.serving.registry import Registry
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt, PermanentError
@@ -29,7 +29,7 @@ from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
 Source = Literal["auto", "generator", "retriever", "both"]
-TimedEvents = Sequence[tuple[str, str, int | None]]  # item, action, milliseconds since 1970 or None
+TimedEvents = Sequence[TimedEvent]
 
 _FUSION = 60  # places from the top that count about alike when lists are joined; Cormack et al., Reciprocal rank fusion, SIGIR 2009
 _RETRY_SECONDS = 5.0

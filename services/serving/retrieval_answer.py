@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from semantide.services.serving.bundle import Bundle
-from semantide.services.serving.contract import HistoryItem, RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
+from semantide.services.serving.contract import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
 from semantide.services.serving.retrieval import Asking, Hit, Retrieved, TimedEvents, fused, in_categories
 from semantide.services.serving.wish import Wish
 from semantide.shared.errors import TransientError
-
-
-def timed(body: RecommendationRequest, wish: Wish) -> TimedEvents | None:
-    """Events with their times where the request has them; None: the stored ones count."""
-    if wish.events is None:
-        return None
-    times = [event.time for event in body.history or () if isinstance(event, HistoryItem) and event.time is not None]
-    # Where one event has a time all have (``_wish``), and the wish is in their order.
-    moments: list[int] | list[None] = sorted(times) if len(times) == len(wish.events) else [None] * len(wish.events)
-    return [(item, action, moment) for (item, action), moment in zip(wish.events, moments, strict=True)]
 
 
 def asking(body: RecommendationRequest, wish: Wish, bundle: Bundle | None, events: TimedEvents) -> Asking:

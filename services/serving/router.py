@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from semantide.services.serving.replica_connection import Headers, ReplicaConnections, ReplicaGone, Reply
-from semantide.services.serving.replicas import Asked, Replica, Replicas
+from semantide.services.serving.replicas import NOTHING, Asked, Replica, Replicas
 from semantide.shared.telemetry import fast_counter, logger, meter, metrics_page
 
 RECOMMEND = "/v1/recommendations"
@@ -61,15 +61,15 @@ class Router:
         self._again = fast_counter("semantide_routed_again", "Requests that were asked of another replica, by cause", "cause")
         made = meter("router")
 
-        def gauge(name: str, value: Callable[[Replica], float], description: str) -> None:
+        def gauge(name: str, value: Callable[[Replica], float], description: str, unit: str = "") -> None:
             def observe(_: CallbackOptions) -> Iterable[Observation]:
                 return [Observation(value(replica), {"replica": replica.address}) for replica in self.replicas]
 
-            made.create_observable_gauge(name, [observe], description=description)
+            made.create_observable_gauge(name, [observe], unit=unit, description=description)
 
         gauge("semantide_replica_ready", lambda replica: float(replica.ready), "Whether a replica takes requests")
         gauge("semantide_replica_requests", lambda replica: float(replica.requests), "Requests that a replica has from this router")
-        gauge("semantide_replica_work", lambda replica: replica.work, "Work of these requests; an ordinary one counts 2")
+        gauge("semantide_replica_work", lambda replica: replica.work, "Work of these requests: time that they are expected to take", "s")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or live from start to end."""
@@ -196,7 +196,7 @@ class Router:
         """Ask replicas until one has answered, or patience is over."""
         recommends = method == "POST" and target.partition(b"?")[0] == RECOMMEND.encode()
         repeatable = recommends or method in _READING
-        asked = Asked.of(body) if recommends else Asked()
+        asked = Asked.of(body) if recommends else NOTHING
         began = self._clock()
         tried: set[str] = set()
         last: Reply | None = None
@@ -204,7 +204,7 @@ class Router:
         while True:
             if self._clock() - began >= self._patience + self._answer_seconds:
                 return self._ended(last or _unavailable(len(list(self.replicas))))
-            replica = self.replicas.choose(asked, tried)
+            replica = self.replicas.choose(asked, self._clock(), tried)
             if replica is None:
                 # Where replicas answer, and all in the same way, waiting for long changes nothing.
                 patience = self._patience if last is None else {429: 0.0}.get(last.status, min(self._patience, _UNAVAILABLE_SECONDS))
@@ -214,12 +214,14 @@ class Router:
                 tried.clear()
                 continue
             tried.add(replica.address)
-            replica.begin(asked.work)
+            given = self.replicas.begin(replica, asked, self._clock())
+            items: int | None = None
             try:
                 # The answer to HEAD is that to GET without its body, which the server in front leaves out.
                 asking = self._connections[replica.address].ask("GET" if method == "HEAD" else method, target, headers, body, repeatable=repeatable)
                 async with asyncio.timeout(self._answer_seconds if recommends else None):
                     last = await asking
+                items = _history_items(last.body) if last.status == 200 else None
             except (ReplicaGone, TimeoutError) as gone:
                 self._mark(replica, False, str(gone))
                 if not repeatable:
@@ -236,7 +238,7 @@ class Router:
                 last = None
                 continue
             finally:
-                replica.end(asked.work)
+                self.replicas.end(given, self._clock(), items)
             if not repeatable or last.status not in (429, 503):
                 return self._ended(last)
             self._again.labels("overloaded" if last.status == 429 else "unavailable").inc()
@@ -249,6 +251,13 @@ class Router:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _history_items(body: bytes) -> int | None:
+    """How long the history was that an answer is based on. Within the texts of an answer quotes are escaped, so no item's name looks like the field."""
+    _, found, rest = body.partition(b'"history_items":')
+    digits = rest[:12].split(b",", 1)[0].split(b"}", 1)[0].strip() if found else b""
+    return int(digits) if digits.isdigit() else None
 
 
 def _target(scope: Scope) -> bytes:

@@ -174,7 +174,7 @@ class Service:
         events = stored if isinstance(stored, Exception) else stored[user]
         if isinstance(events, Exception):
             raise events
-        return unavailable | set(profile_of(events, self._settings.actions).blocked)
+        return unavailable | set(profile_of(((item, action) for item, action, _ in events), self._settings.actions).blocked)
 
     def promote(self, model: str, catalog: str | None, force: bool, reason: str) -> RegistryState:
         """Load, warm and promote; what cannot be loaded changes nothing.
@@ -291,11 +291,14 @@ class Service:
         return lineup
 
     def _look_up(self, users: list[str]) -> dict[str, Events | Exception] | Exception:
-        """Items and actions of what is stored of these users."""
+        """What is stored of these users."""
         found = self._stored(users)
         if isinstance(found, Exception):
             return found
-        return {user: events if isinstance(events, Exception) else tuple((event.item, event.action) for event in events) for user, events in found.items()}
+        return {
+            user: events if isinstance(events, Exception) else tuple((event.item, event.action, event.time) for event in events)
+            for user, events in found.items()
+        }
 
     def _stored(self, users: list[str]) -> Mapping[str, list[HistoryEvent] | Corrupt] | Exception:
         """Stored events of these users in one round trip, or why there are none: an explicit history must not wait for a broker that is away."""

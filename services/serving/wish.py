@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from semantide.services.serving.engine import Query
 from semantide.services.serving.exploration import seed_of
-from semantide.services.serving.profile import Profile
+from semantide.services.serving.profile import Profile, TimedEvent
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A request as it waits in the queue. ``events`` are (item, action) in order of time; None stands for what is stored of ``user``."""
+    """A request as it waits in the queue. ``events`` are in order of time; None stands for what is stored of ``user``."""
 
     user: str | None
-    events: tuple[tuple[str, str], ...] | None
+    events: tuple[TimedEvent, ...] | None
     n: int
     width: int
     exclude_ids: tuple[str, ...] = ()
@@ -28,10 +29,10 @@ class Wish:
     @property
     def who(self) -> str:
         """Whom draws are seeded by: the user, or the history that was sent."""
-        return self.user if self.user is not None else "\n".join(item for item, _ in self.events or ())
+        return self.user if self.user is not None else "\n".join(item for item, _, _ in self.events or ())
 
-    def query(self, profile: Profile) -> Query:
-        """What the engine is asked, once the user's profile is known."""
+    def query(self, profile: Profile, events: Sequence[TimedEvent] = ()) -> Query:
+        """What the engine is asked, once the user's profile is known; with the ``events`` it was made of where the model looks at what was done in them."""
         excluded = (*self.exclude_ids, *profile.blocked, *(profile.seen if self.exclude_seen else ()))
         return Query(
             profile.history,
@@ -45,4 +46,5 @@ class Wish:
             self.user,
             self.only_new,
             self.conditional,
+            tuple(events[place][1:] for place in profile.places) if events else (),
         )

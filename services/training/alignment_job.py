@@ -59,6 +59,7 @@ class _World:
     rows: np.ndarray
     rollouter: Rollouter
     max_items: int
+    events: EventActions | None
 
 
 def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int = 1) -> JobOutcome:
@@ -161,7 +162,7 @@ def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: d
         events = None  # of a data set that does not say what was done
     max_items = int(card["max_items"])
     rollouter = Rollouter(generator, trie, tokens_NL, rows, dataset, inputs["dataset"], config, max_items, events)
-    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items)
+    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items, events)
 
 
 def _reward(job: JobContext, ref: str, load_scorer: LoadScorer) -> QueuedScorer:
@@ -174,7 +175,8 @@ def _test(
     job: JobContext, config: AlignConfig, world: _World, counts_N: np.ndarray, part: Part, reward: RewardSource, judge: Scorer | None
 ) -> Callable[[], HeldOut]:
     """The held-out test of one part, the same users and noise each time."""
-    cases = cases_of(world.dataset, part, config.held_out_users, job.spec.seed)
+    events = world.events
+    cases = cases_of(world.dataset, part, config.held_out_users, job.spec.seed, None if events is None else events.numbers_E)
     if len(cases) < 2:
         raise BadData(
             f"the data set has {len(cases)} users with something to predict in part {part!r}, too few to tell better from worse: take another split, or more data"
@@ -184,7 +186,8 @@ def _test(
         job.check_cancelled()
         job.progress(done, total, "users", "testing")
 
-    ranker = GeneratorRanker(world.generator, world.catalog.trie, world.catalog.codes, world.rows, world.max_items, config.beam_width)
+    actions = None if events is None else events.among(world.generator.config.merger.actions)
+    ranker = GeneratorRanker(world.generator, world.catalog.trie, world.catalog.codes, world.rows, world.max_items, config.beam_width, actions)
     probe = Probe(config, world.generator, world.trie, world.rollouter, cases[: config.probes], job.spec.seed, reward, judge, job.spec.inputs["reward"])
     return HeldOutTest(ranker, cases, counts_N, exclude_seen=config.exclude_seen, judge=probe.judged, tick=tick).run
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.errors import BadData
 from semantide.shared.jagged import Jagged
@@ -25,7 +27,7 @@ class HistoryBatch:
     """What one step trains on: packed histories, when each event happened, and which pieces of which epoch they are.
 
     Shapes: ``items`` [T] rows of the data set's items; ``times_T`` int64, zeros where unknown; ``samples_B`` int64; ``events_T`` int64, number of each event
-    among all training events, None where unknown.
+    among all training events, None where unknown. ``targets`` are those of pages, where training goes by them.
     Units: ``times_T`` seconds.
     """
 
@@ -34,6 +36,7 @@ class HistoryBatch:
     samples_B: Tensor
     events_T: Tensor | None = None
     epoch: int = 0
+    targets: PageTargets | None = None
 
     @classmethod
     def of(cls, items: Jagged, times_T: Tensor | None = None) -> HistoryBatch:
@@ -43,7 +46,13 @@ class HistoryBatch:
     def to(self, device: torch.device | str) -> HistoryBatch:
         """The same on another device."""
         events_T = None if self.events_T is None else self.events_T.to(device)
-        return HistoryBatch(self.items.to(device), self.times_T.to(device), self.samples_B.to(device), events_T, self.epoch)
+        targets = None if self.targets is None else self.targets.to(device)
+        return HistoryBatch(self.items.to(device), self.times_T.to(device), self.samples_B.to(device), events_T, self.epoch, targets)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """What each history asks of a step: its items and, where training goes by pages, its targets."""
+        return self.items.lengths_B if self.targets is None else self.items.lengths_B + self.targets.lengths_B(len(self))
 
     def __len__(self) -> int:
         return len(self.items)
@@ -70,6 +79,11 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.batches)
 
+    @property
+    def sizes_P(self) -> IntArray:
+        """How much each piece asks of a step, items."""
+        return self.lengths_P
+
     def batch(self, index: int) -> HistoryBatch:
         """One batch whole."""
         return self.gather(self.batches[index])
@@ -78,11 +92,19 @@ class Epoch:
         """Some pieces as a batch, shorter histories first: equal lengths lie together, which attention needs to see them as one block."""
         lengths = self.lengths_P[pieces]
         pieces = pieces[np.argsort(lengths, kind="stable")]
-        places, offsets = _ranges(self.starts_P[pieces], self.lengths_P[pieces])
+        places, offsets = ranges(self.starts_P[pieces], self.lengths_P[pieces])
         times = np.zeros(len(places), dtype=np.int64) if self.times is None else self.times[places]
         events = places if self.events is None else self.events[places]
         items = Jagged(torch.from_numpy(self.rows[places]), torch.from_numpy(offsets))
         return HistoryBatch(items, torch.from_numpy(times), torch.from_numpy(pieces), torch.from_numpy(events), self.number)
+
+
+class Epochs(Protocol):
+    """Whoever makes the epochs of a run."""
+
+    def epoch(self, number: int) -> Epoch:
+        """Batches of one pass, each time the same for the same number."""
+        ...
 
 
 class Sampler:
@@ -115,7 +137,7 @@ class Sampler:
         # What is held is numbered as if all were, so that what depends on an event's number does not depend on the ranks.
         first_U = np.cumsum(self._lengths_U) - self._lengths_U
         held_U = mine_U > 0
-        self._events = None if self._size == 1 else _ranges(first_U[held_U], self._lengths_U[held_U])[0]
+        self._events = None if self._size == 1 else ranges(first_U[held_U], self._lengths_U[held_U])[0]
         self._config, self._seed = config, seed
 
     @property
@@ -136,7 +158,7 @@ class Sampler:
             keep = rng.random(len(piece)) >= config.skip_rate  # of others' pieces too: every rank draws the same
             left = np.bincount(piece[keep], minlength=len(lengths))
             keep |= (left < np.minimum(2, lengths))[piece]  # a history that would all but vanish stays whole
-            places, _ = _ranges(starts[mine], lengths[mine])
+            places, _ = ranges(starts[mine], lengths[mine])
             places = places[keep[mine[piece]]]
             events = places if events is None else events[places]
             rows, times = rows[places], None if times is None else times[places]
@@ -188,7 +210,7 @@ def _held(sequences: Iterable[npt.NDArray[np.integer]], rank: int, size: int) ->
     return np.concatenate(kept), np.array(lengths, dtype=np.int64)
 
 
-def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
+def ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     """The places start, start + 1, ... of every piece one after another, and where each begins."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths), offsets

@@ -30,6 +30,8 @@ class EvaluateConfig:
     beam_width: int = 50
     max_users: int | None = None
     """Users drawn by the job's seed; None: all."""
+    min_targets: int = 1
+    """Least items that a user must have in the part: 2 leaves those whose held-out page has several."""
     weights: Weights = "float32"
     """A shorter form of the generator's weights that is measured beside float32, as serving would use it."""
 
@@ -50,8 +52,8 @@ class EvaluateConfig:
             raise ValueError(f"weights is {self.weights!r}: give 'float32', 'bfloat16' or 'int8'")
         if self.part not in ("valid", "test"):
             raise ValueError(f"part is {self.part!r}: give 'valid' or 'test'")
-        for name, value in (("beam_width", self.beam_width), ("max_users", self.max_users)):
-            if (value is None and name == "beam_width") or (value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)):
+        for name, value in (("beam_width", self.beam_width), ("max_users", self.max_users), ("min_targets", self.min_targets)):
+            if (value is None and name != "max_users") or (value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)):
                 raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
 
     @classmethod
@@ -93,14 +95,14 @@ class Case:
     actions: Rows | None = None
 
 
-def cases_of(dataset: Dataset, part: Part, max_users: int | None = None, seed: int = 0, actions_E: Rows | None = None) -> list[Case]:
-    """The cases of a part, or of ``max_users`` drawn users; ``actions_E`` numbers the actions of all events, where a ranker looks at them."""
+def cases_of(dataset: Dataset, part: Part, max_users: int | None = None, seed: int = 0, actions_E: Rows | None = None, *, min_targets: int = 1) -> list[Case]:
+    """The cases of a part with so many targets, or of ``max_users`` drawn users; ``actions_E`` numbers the actions of all events, where a ranker looks at them."""
 
     def done(user: int, length: int) -> Rows | None:
         first = int(dataset.offsets[user])
         return None if actions_E is None else actions_E[first : first + length]
 
-    cases = [Case(*case, dataset.case_times(case[0], part) // 1000, done(case[0], len(case[1]))) for case in dataset.cases(part)]
+    cases = [Case(*case, dataset.case_times(case[0], part) // 1000, done(case[0], len(case[1]))) for case in dataset.cases(part) if len(case[2]) >= min_targets]
     if max_users and max_users < len(cases):
         chosen = np.random.default_rng([seed, 77]).choice(len(cases), max_users, replace=False)
         cases = [cases[index] for index in np.sort(chosen)]

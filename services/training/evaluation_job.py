@@ -46,11 +46,12 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     """
     config = EvaluateConfig.of(dict(job.spec.config))
     dataset = Dataset.load(job.store.get(input_of(job, "dataset")))
-    looks = any("actions" in card_of(job, job.spec.inputs[name]).get("config", {}).get("features", ()) for name in _COMPARED if name in job.spec.inputs)
+    looks = any(_looks_at_actions(card_of(job, job.spec.inputs[name])) for name in _COMPARED if name in job.spec.inputs)
     events = EventActions.load(job.store.get(input_of(job, "dataset"))) if looks else None
-    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E)
+    cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E, min_targets=config.min_targets)
     if not cases:
-        raise BadData(f"the data set has no users with something to predict in part {config.part!r}: take another part or another split")
+        least = "something" if config.min_targets == 1 else f"{config.min_targets} items"
+        raise BadData(f"the data set has no users with {least} to predict in part {config.part!r}: take another part or another split")
     table = _Table(job, config, dataset, cases)
     if config.bounds:
         pair = {name: input_of(job, name) for name in ("live", "model")}
@@ -70,7 +71,7 @@ def _side_by_side(job: JobContext, config: EvaluateConfig, dataset: Dataset, eve
             label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, events=events, name=name)
             rankers[label if label not in rankers else f"{label} ({name})"] = ranker
             if config.weights != "float32" and label == "generator":
-                rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights, name=name)[1]
+                rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights, events, name)[1]
     return rankers
 
 
@@ -184,4 +185,9 @@ def load_ranker(
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", TOKENIZE_AGAIN)
     model = shorten(Generator.from_pretrained(folder).to(device()), weights, time.perf_counter)
-    return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width)
+    actions = None if events is None else events.among(model.config.merger.actions)
+    return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width, actions)
+
+
+def _looks_at_actions(card: Mapping[str, Any]) -> bool:
+    return "actions" in (*card.get("config", {}).get("features", ()), *card.get("merger", {}).get("features", ()))

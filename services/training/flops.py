@@ -2,7 +2,7 @@
 
 Counted are the matrix products that the model's definition asks for, without padding, without the half of the attention that causality forbids, and
 without anything computed twice; look-ups, normalisations and activations are not. The backward pass counts twice the forward pass.
-Legend: T items of a batch, B sequences, D hidden size, N items of the data set, R negatives of a target.
+Legend: T items of a batch, B sequences, C blocks of targets, D hidden size, N items of the data set, R negatives of a target.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from semantide.services.training.negatives import mix_of
+from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.retriever import FuXiLayer, Retriever
@@ -37,13 +38,30 @@ class StepWork:
     tokens_per_item: int = 1
     per_item_pair: float = 0.0
     """Of two items of the same batch, wherever their histories are: in-batch negatives."""
+    behind: int = 0
+    """Of ``tokens_per_item``, those that stand behind the prompt: they see the items before theirs and one another. 0: all stand in it."""
 
     def flops(self, lengths_B: Tensor) -> float:
         """Operations of one step, forward and backward, on histories of these numbers of items; a multiply-add is two."""
         lengths = lengths_B.to(torch.float64).cpu()
-        items, tokens = float(lengths.sum()), lengths * self.tokens_per_item
-        pairs = float((tokens * (tokens + 1) / 2).sum())
-        return 2 * _PASSES * (self.per_token * items * self.tokens_per_item + self.per_pair * pairs + self.per_item * items + self.per_item_pair * items**2)
+        items, in_prompt = float(lengths.sum()), self.tokens_per_item - self.behind
+        # Behind a prompt of merged items follow the targets, so the last item needs no place in it.
+        prompts = in_prompt * lengths if not self.behind else 1 + in_prompt * (lengths - 1)
+        before = lengths + in_prompt * lengths * (lengths - 1) / 2  # what is seen from behind, one token of each item
+        pairs = float((prompts * (prompts + 1) / 2 + self.behind * before + lengths * self.behind * (self.behind + 1) / 2).sum())
+        tokens = float(prompts.sum()) + items * self.behind
+        return 2 * _PASSES * (self.per_token * tokens + self.per_pair * pairs + self.per_item * items + self.per_item_pair * items**2)
+
+    def page_flops(self, lengths_B: Tensor, targets: PageTargets) -> float:
+        """Operations of one step by pages: the histories are read once, and blocks of targets see a part of theirs and themselves."""
+        levels, in_prompt = (self.behind + 1 if self.behind else self.tokens_per_item), self.tokens_per_item - self.behind
+        prompts_B = 1 + in_prompt * lengths_B.to(torch.float64).cpu()
+        # Nothing is predicted from a block's last token, and its first from the prompt.
+        own_C = targets.offsets_C1.diff().to(torch.float64).cpu() * levels - 1
+        seen_C = 1 + in_prompt * targets.seen_C.to(torch.float64).cpu()
+        pairs = float((prompts_B * (prompts_B + 1) / 2).sum() + (own_C * seen_C + own_C * (own_C + 1) / 2).sum())
+        tokens = float(prompts_B.sum() + own_C.sum())
+        return 2 * _PASSES * (self.per_token * tokens + self.per_pair * pairs + self.per_item * len(targets.items_S))
 
 
 def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
@@ -52,7 +70,10 @@ def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
         shape = model.config
         linear = _linear(model.model.layers)
         pairs = shape.num_layers * 2 * shape.num_heads * shape.head_dim
-        return StepWork(linear, pairs, shape.hidden_size * sum(shape.level_sizes), model.vocabulary.levels)
+        levels, loss = model.vocabulary.levels, shape.hidden_size * sum(shape.level_sizes)
+        if not shape.merger.enabled:
+            return StepWork(linear, pairs, loss, levels)
+        return StepWork(linear, pairs, loss + _linear(model.merger), model.prompt_shape.places_per_item + levels - 1, behind=levels - 1)
     if isinstance(model, SASRec):
         size = model.config.hidden_size
         sampled = 0 < config.num_negatives < num_items
@@ -100,9 +121,9 @@ class StepMeter:
         """``peak`` in operations per second, as ``measured_peak`` has it."""
         self._work, self._peak, self._flops = work, peak, 0.0
 
-    def add(self, lengths_B: Tensor) -> None:
-        """Count one step of this rank."""
-        self._flops += self._work.flops(lengths_B)
+    def add(self, lengths_B: Tensor, targets: PageTargets | None = None) -> None:
+        """Count one step of this rank, of histories of these lengths, with the targets of pages where training goes by them."""
+        self._flops += self._work.flops(lengths_B) if targets is None else self._work.page_flops(lengths_B, targets)
 
     def report(self, seconds: float) -> dict[str, float]:
         """``flops_per_second`` and ``mfu`` of the steps since the last report, which took ``seconds``."""

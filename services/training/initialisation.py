@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from semantide.shared.errors import Conflict
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.pretrained import read_config
+from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.models.vocabulary import Layout
 
 FloatArray = npt.NDArray[np.floating]
@@ -78,14 +79,14 @@ def begin_at_checkpoint(folder: Path, shape: GeneratorConfig, level_sizes: tuple
     Raises: NotFound, Corrupt, Conflict.
     """
     source = Generator.from_pretrained(folder).float()
-    trained = {name: getattr(shape, name) for name in ("dropout", "embedding_dropout", "token_dropout", "level_scales", "seen_bias")}
+    trained = {name: getattr(shape, name) for name in ("dropout", "embedding_dropout", "token_dropout", "level_scales", "seen_bias", "merger")}
     size, known = source.config.vocab_size, source.config.level_sizes
     if known == level_sizes or known != (size - 1,):
         if known != level_sizes:
             raise Conflict(
                 f"{folder} has codes of levels {known} and the catalog {level_sizes}: take the catalog it was made for, or a checkpoint without codes"
             )
-        config = replace(source.config, **{**trained, "seen_bias": shape.seen_bias or source.config.seen_bias})
+        config = replace(source.config, **{**trained, "seen_bias": shape.seen_bias or source.config.seen_bias, "merger": _merger(shape, source.config, folder)})
         return _with_state(config, source.state_dict()), False
     begin = _begin_token(folder, size)
     rows = slice(0, size) if keep_text else slice(begin, begin + 1)
@@ -108,8 +109,24 @@ def _with_state(config: GeneratorConfig, state: dict[str, torch.Tensor]) -> Gene
     """A generator with these tensors; what only training adds begins as it does in a new one."""
     generator = Generator(config)
     missing, unknown = generator.load_state_dict(state, strict=False)
-    assert not unknown and set(missing) <= {"level_log_scale", "seen_bias.weight"}, (missing, unknown)
+    new = {name for name in missing if name.startswith("merger.")}
+    assert not unknown and set(missing) - new <= {"level_log_scale", "seen_bias.weight"}, (missing, unknown)
     return generator
+
+
+def _merger(shape: GeneratorConfig, source: GeneratorConfig, folder: Path) -> MergerConfig:
+    """The merger that training goes on with: the checkpoint's, or a new one that begins as the mean of an item's codes.
+
+    Raises: Conflict where the checkpoint has another than was asked for.
+    """
+    wanted, known = shape.merger, source.merger
+    if not known.enabled or not wanted.enabled:
+        return wanted if wanted.enabled else known
+    if replace(wanted, actions=known.actions) != known:
+        raise Conflict(
+            f"{folder} merges items with {known.to_json()}, not with {wanted.to_json()}: leave generator.merger out, or take a checkpoint without one"
+        )
+    return known
 
 
 def _begin_token(folder: Path, size: int) -> int:

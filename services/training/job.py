@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +18,20 @@ from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import cases_of, evaluate
 from semantide.services.training.evaluation_job import evaluate_models
 from semantide.services.training.flops import StepMeter, measured_peak, work_of
+from semantide.services.training.generator_job import assemble as assemble_generator
 from semantide.services.training.heartbeat import Heartbeat, Watch, beats_folder
-from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, read_codebooks
 from semantide.services.training.item_tables import ItemTables
-from semantide.services.training.job_inputs import TOKENIZE_AGAIN as _TOKENIZE_AGAIN
 from semantide.services.training.job_inputs import input_of as _input
 from semantide.services.training.job_inputs import promotion_of
 from semantide.services.training.launch import Launch, launch
 from semantide.services.training.negatives import BatchNegatives, mix_of
-from semantide.services.training.objective import NextItem, NextToken
-from semantide.services.training.rankers import GeneratorRanker, Ranker, SASRecRanker
+from semantide.services.training.objective import NextItem
+from semantide.services.training.page_batches import PageSampler
+from semantide.services.training.rankers import Ranker, SASRecRanker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.retriever_job import assemble, publication_of, write_retriever
 from semantide.services.training.row_matching import rows_of
+from semantide.services.training.starting_point import checkpoint_folder
 from semantide.services.training.trainer import Listener, RunState, Trainer
 from semantide.services.training.world import World
 from semantide.shared.allocator import keep_freed_memory, peak_memory_bytes
@@ -47,7 +47,7 @@ from semantide.shared.models.sasrec import SASRec
 from semantide.shared.negative_sampling import Rows
 from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import NegativeSource, codes_of
-from semantide.shared.table_snapshots import SNAPSHOTS
+from semantide.shared.pages import Pages
 from semantide.shared.telemetry import logger
 
 _PATIENCE_SECONDS = 60.0
@@ -116,12 +116,13 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
 
 @dataclass(frozen=True)
 class _Built:
-    """What a recipe is made of; ``tables`` only for a retriever."""
+    """What a recipe is made of; ``tables`` only for a retriever, ``events`` where what was done in them counts."""
 
     model: Any
     objective: Any
     ranker: Ranker
     tables: ItemTables | None = None
+    events: EventActions | None = None
 
 
 def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: World, heartbeat: Heartbeat | None) -> JobOutcome:
@@ -134,8 +135,8 @@ def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: Worl
             heartbeat.beat()
         job.check_cancelled()
 
-    events = EventActions.load(job.store.get(_input(job, "dataset"))) if "actions" in config.features else None
-    built = _assemble(config, dataset, catalog, job, world, check, events)
+    built = _assemble(config, dataset, catalog, job, world, check)
+    events = built.events
     valid = cases_of(dataset, "valid", config.valid_users, job.spec.seed, None if events is None else events.numbers_E)
 
     def tick(done: int, total: int) -> None:
@@ -168,7 +169,10 @@ def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: Worl
             built.model.save_pretrained(folder)
         if not world.leads:
             return ""
-        (folder / "semantide.json").write_text(json.dumps(_model_card(job, config, dataset, catalog, metrics), indent=1, sort_keys=True) + "\n")
+        card = _model_card(job, config, dataset, catalog, metrics)
+        if isinstance(built.model, Generator) and built.model.config.merger.enabled:
+            card["merger"] = built.model.config.merger.to_json()
+        (folder / "semantide.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
         if config.model_type == "sasrec":
             (folder / "items.json").write_text(json.dumps(list(dataset.item_ids)))
         (folder / "training.json").write_text(json.dumps(curves))
@@ -182,6 +186,11 @@ def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: Worl
     )
     if world.leads:
         listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
+    epochs: Sampler | PageSampler
+    if config.pages.on:
+        epochs = PageSampler(dataset, Pages.of(dataset, job.store.get(_input(job, "dataset"))), config, job.spec.seed)
+    else:
+        epochs = Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size))
     publication = None
     if config.publish_every:
         card = _model_card(job, config, dataset, catalog, {})
@@ -191,7 +200,7 @@ def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: Worl
     trainer = Trainer(
         config,
         built.objective,
-        Sampler(dataset.train_histories(), config, job.spec.seed, dataset.train_times(), (world.rank, world.size)),
+        epochs,
         validate if valid else None,
         listener,
         job.workdir / "checkpoints",
@@ -209,6 +218,8 @@ def _train(job: JobContext, config: TrainConfig, promote: Promotion, world: Worl
     metrics = {"valid": best, "epochs": state.epoch, "steps": state.step, "loss": state.losses[-1] if state.losses else None}
     if built.tables is not None:
         metrics["table"] = built.tables.figures
+    if isinstance(epochs, PageSampler):
+        metrics["pages"] = epochs.figures
     ref = store("model", metrics, {"losses": state.losses, "validations": state.validations})
     if not world.leads:
         return JobOutcome()
@@ -238,12 +249,11 @@ def _model_card(job: JobContext, config: TrainConfig, dataset: Dataset, catalog:
     return card
 
 
-def _assemble(
-    config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, beat: Callable[[], None], events: EventActions | None
-) -> _Built:
+def _assemble(config: TrainConfig, dataset: Dataset, catalog: Catalog | None, job: JobContext, world: World, beat: Callable[[], None]) -> _Built:
     device = world.device
     if config.model_type == "retriever":
-        before = _checkpoint_folder(job, config.checkpoint) if config.checkpoint else None
+        events = EventActions.load(job.store.get(_input(job, "dataset"))) if "actions" in config.features else None
+        before = checkpoint_folder(job, config.checkpoint) if config.checkpoint else None
         retriever, objective, exact, tables = assemble(
             config,
             dataset,
@@ -254,28 +264,13 @@ def _assemble(
             events=events,
             beat=beat,
         )
-        return _Built(retriever, objective, exact, tables)
+        return _Built(retriever, objective, exact, tables, events)
     if catalog is None:
         sasrec = SASRec(replace(config.sasrec, num_items=len(dataset.item_ids), max_items=config.max_items)).to(device)
         rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(dataset.item_ids)}, "the data set", "")
         return _Built(sasrec, NextItem(sasrec, config), SASRecRanker(sasrec, rows, config.max_items))
-    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {job.spec.inputs['catalog'][:26]}...", _TOKENIZE_AGAIN)
-    if config.recipe == "pretrained" and not config.checkpoint:
-        raise ValueError("recipe pretrained goes on from a checkpoint: name its folder with config checkpoint (`--set checkpoint=FOLDER`)")
-    fresh = True
-    if config.checkpoint:
-        folder = _checkpoint_folder(job, config.checkpoint)
-        generator, fresh = begin_at_checkpoint(folder, config.generator, catalog.level_sizes, config.keep_text, job.spec.seed)
-        if fresh and not config.epochs:
-            raise ValueError(f"epochs is 0 and checkpoint {config.checkpoint} knows no codes yet: train it for at least 1 epoch")
-    else:
-        generator = Generator(replace(config.generator, level_sizes=catalog.level_sizes, vocab_size=0))
-    if config.codebook_share and fresh:
-        begin_at_codebooks(generator, read_codebooks(job.store.get(job.spec.inputs["catalog"])), config.codebook_share, job.spec.seed)
-    generator = generator.to(device)
-    tokens = torch.from_numpy(generator.vocabulary.item_tokens(catalog.codes)[rows]).to(device)
-    ranker = GeneratorRanker(generator, catalog.trie, catalog.codes, rows, config.max_items, config.valid_beam_width)
-    return _Built(generator, NextToken(generator, tokens, config), ranker)
+    run = assemble_generator(config, dataset, catalog, job, device)
+    return _Built(run.model, run.objective, run.ranker, events=run.events)
 
 
 def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobContext, leads: bool) -> BatchNegatives:
@@ -300,27 +295,6 @@ def _negatives(config: TrainConfig, dataset: Dataset, counts_N: Rows, job: JobCo
         leader=leads,
     )
     return BatchNegatives.of(config, counts_N, codes_NL, shards)
-
-
-def _checkpoint_folder(job: JobContext, said: str) -> Path:
-    """Where the checkpoint is: a stored model, or a folder that imports may read."""
-    if said.startswith("models/"):
-        return job.store.get(said)
-    if said.startswith(f"{SNAPSHOTS}/"):
-        raise BadData(f"checkpoint {said[:30]}... is what changed in a table since another artifact, and no whole model: give a stored model (models/...)")
-    folders, private = job.settings.import_folders, job.settings.data_dir.resolve()
-    wanted = Path(said)
-    candidates = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
-    real = next((candidate for candidate in candidates if candidate.is_dir()), candidates[0]).resolve()
-    roots = [folder for folder in folders if real.is_relative_to(folder)]
-    hidden = any(part.startswith(".") for folder in roots[:1] for part in real.relative_to(folder).parts)
-    if not roots or hidden or real.is_relative_to(private):
-        allowed = ", ".join(str(folder) for folder in folders)
-        raise BadData(
-            f"checkpoint {said!r} leads to {real}, outside the folders that imports may read ({allowed}), or hidden in one: move it there, or add its "
-            "folder to SEMANTIDE_IMPORT_ROOTS"
-        )
-    return real
 
 
 def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

@@ -144,7 +144,7 @@ class Shares:
             return self._make(index)
         if self._thread is None:
             batch = self._epoch.batch(index)
-            return Share(batch, len(batch.items.values), None, 0.0)
+            return Share(batch, int(self._epoch.sizes_P[self._epoch.batches[index]].sum()), None, 0.0)
         while self._next < min(index + self._ahead + 1, len(self._epoch)):
             self._made[self._next] = self._thread.submit(self._make, self._next)
             self._next += 1
@@ -163,7 +163,7 @@ class Shares:
         model = next(model for first, model in reversed(self._models) if first <= index)
         epoch, world = self._epoch, self._world
         pieces = epoch.batches[index]
-        lengths = epoch.lengths_P[pieces]
+        lengths = epoch.sizes_P[pieces]
         costs = model.costs(lengths)
         parts = assign(costs, world.size) if self._balanced else np.array_split(np.arange(len(pieces)), world.size)
         shares = [pieces[part] for part in parts]

@@ -1,11 +1,12 @@
 """What training minimises: the next token of every place, each level over its own code row; for SASRec the next item.
 
-Legend: T items of a batch, B sequences, N items, L levels, D hidden size, K parts of a loss, R ids asked of a table, U unique ones among them.
+Legend: T items of a batch, B sequences, N items, L levels, F side features, S numbers of an item in a prompt (L + F), D hidden size, K parts of a loss,
+R ids asked of a table, U unique ones among them, E training events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.sasrec import SASRec
 from semantide.shared.models.seen_bias import earlier_counts
+from semantide.shared.models.targets import TargetBlocks, target_hidden
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,24 @@ class Objective(Protocol):
 class NextToken:
     """Cross entropy of the generator, summed over levels; every place of every history is supervised and none is padding."""
 
-    def __init__(self, model: Generator, item_tokens_NL: Tensor, config: TrainConfig) -> None:
+    def __init__(self, model: Generator, item_tokens_NL: Tensor, config: TrainConfig, side: Callable[[HistoryBatch], Tensor] | None = None) -> None:
+        """``side`` gives the side features [T, F] of the histories' items, where the model's prompts have them."""
         levels = model.vocabulary.levels
         if config.level_weights and len(config.level_weights) != levels:
             raise ValueError(f"level_weights has {len(config.level_weights)} numbers for {levels} levels: give one per level or none")
-        self.model, self.tokens_per_item = model, levels
+        merged = model.config.merger.enabled
+        self.model, self.tokens_per_item = model, levels - 1 + model.prompt_shape.places_per_item if merged else levels
         self.tables: Mapping[str, Any] = {}
         self._item_tokens_NL, self._smoothing, self._repeat_weight = item_tokens_NL, config.label_smoothing, config.repeat_weight
-        self._weights_L = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device)
+        self._weights_L, self._side = torch.tensor(config.level_weights or (1.0,) * levels, device=item_tokens_NL.device), side
+
+    def _side_features(self, batch: HistoryBatch, probes_T: Tensor | None) -> Tensor:
+        """What the model's prompts say beside codes, [T, F]; what a repeat would say nobody reads."""
+        known = torch.ones_like(batch.items.values, dtype=torch.bool) if probes_T is None else ~probes_T
+        side_TF = batch.items.values.new_zeros(len(known), len(self.model.config.merger.features))
+        if self._side is not None:
+            side_TF[known] = self._side(batch)
+        return side_TF
 
     def draw(self, batch: HistoryBatch, generator: torch.Generator) -> Mapping[str, Tensor]:
         """Nothing: the codes' embeddings are the model's own."""
@@ -104,8 +116,7 @@ class NextToken:
         if self._repeat_weight:
             items, probes_T = with_probes(items)
         targets_TL = self._item_tokens_NL[items.values]
-        offsets_B1 = items.offsets_B1 * vocabulary.levels
-        hidden_TLD = self.model(shifted(targets_TL.flatten(), offsets_B1, vocabulary.begin), offsets_B1).unflatten(0, (-1, vocabulary.levels))
+        hidden_TLD = next_item_hidden(self.model, targets_TL, items.offsets_B1, self._side_features(batch, probes_T))
         firsts_L = torch.tensor([vocabulary.first(level) for level in range(vocabulary.levels)], device=targets_TL.device)
         seen = [
             earlier_counts(targets_TL - firsts_L, items.offsets_B1, level, size) if self.model.config.seen_bias else None
@@ -114,7 +125,7 @@ class NextToken:
         probe = None
         if probes_T is not None:
             last, counts_TK = vocabulary.levels - 1, seen[-1]
-            logits_BK = _wide(self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]))
+            logits_BK = wide(self.model.logits(hidden_TLD[probes_T, last], last, None if counts_TK is None else counts_TK[probes_T]))
             code_B1 = (targets_TL[probes_T, last] - vocabulary.first(last)).unsqueeze(-1)
             # -log(1 - p), with 1 - p as the sum of the other codes: stable where p is nearly 1.
             others_B = logits_BK.scatter(1, code_B1, -torch.inf).logsumexp(-1)
@@ -123,7 +134,7 @@ class NextToken:
             seen = [None if counts_TK is None else counts_TK[~probes_T] for counts_TK in seen]
         sums_L = torch.stack([
             F.cross_entropy(
-                _wide(self.model.logits(hidden_TLD[:, level], level, seen[level])),
+                wide(self.model.logits(hidden_TLD[:, level], level, seen[level])),
                 targets_TL[:, level] - vocabulary.first(level),
                 label_smoothing=self._smoothing,
                 reduction="sum",
@@ -137,6 +148,34 @@ class NextToken:
             self.counts(batch),
             torch.cat([self._weights_L, self._weights_L.new_tensor([self._repeat_weight])]),
         )
+
+
+def next_item_hidden(model: Generator, tokens_TL: Tensor, offsets_B1: Tensor, side_TF: Tensor) -> Tensor:
+    """Hidden states that predict each code of each item of packed histories from all items before it.
+
+    Where the items of a prompt are merged, every item follows the merged beginning of its history code by code, as in decoding: a history costs as many places
+    as without a merger, but all the pairs of them only a share.
+    Shapes: [T, L], [B + 1], [T, F] -> [T, L, D].
+    """
+    levels, begin = model.vocabulary.levels, model.vocabulary.begin
+    if not model.config.merger.enabled:
+        offsets = offsets_B1 * levels
+        plain_TLD: Tensor = model(shifted(tokens_TL.flatten(), offsets, begin), offsets).unflatten(0, (-1, levels))
+        return plain_TLD
+    lengths_B = offsets_B1.diff()
+    history_T = torch.arange(len(lengths_B), device=tokens_TL.device).repeat_interleave(lengths_B)
+    place_T = torch.arange(len(tokens_TL), device=tokens_TL.device) - offsets_B1[:-1][history_T]
+    tokens_TS = torch.cat([tokens_TL, side_TF], 1)
+    # Nothing follows the last item of a history.
+    before_T = place_T < lengths_B[history_T] - 1
+    prompt_offsets_B1 = torch.zeros_like(offsets_B1)
+    prompt_offsets_B1[1:] = (1 + tokens_TS.shape[1] * (lengths_B - 1).clamp_min(0)).cumsum(0)
+    prompt = tokens_TL.new_full((int(prompt_offsets_B1[-1]),), begin)
+    inside = torch.ones_like(prompt, dtype=torch.bool)
+    inside[prompt_offsets_B1[:-1]] = False
+    prompt[inside] = tokens_TS[before_T].flatten()
+    hidden_SD = target_hidden(model, prompt, prompt_offsets_B1, TargetBlocks.of_items(tokens_TL, history_T, place_T))
+    return hidden_SD.view(-1, levels, hidden_SD.shape[-1])
 
 
 class NextItem:
@@ -188,6 +227,6 @@ def shifted(values_T: Tensor, offsets_B1: Tensor, begin: int) -> Tensor:
     return inputs_T
 
 
-def _wide(logits: Tensor) -> Tensor:
+def wide(logits: Tensor) -> Tensor:
     """At least float32: a sum of many exponentials loses too much in shorter types."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from semantide.services.training.recipes import TrainConfig
 
-_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "items.weight", "places.weight", "actions.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "items.weight", "places.weight", "actions.weight", "gaps.weight")
 
 
 class Muon(torch.optim.Optimizer):

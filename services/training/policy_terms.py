@@ -79,7 +79,7 @@ class PolicyTerms:
         """What does not depend on the weights; ``rules`` as they were when rollouts were drawn."""
         vocabulary = generator.vocabulary
         tokens_CL = self.tokens_NL[items.rows_C]
-        whole_C = ((prompts.lengths_B - len(vocabulary.layout.begin)) // vocabulary.levels)[items.prompts_C]
+        whole_C = ((prompts.lengths_B - len(vocabulary.layout.begin)) // generator.prompt_shape.tokens_per_item)[items.prompts_C]
         blocks = TargetBlocks.of_items(tokens_CL, items.prompts_C, whole_C)
         every, allowed = Policy(self._trie), Policy(self._trie, self._temperature, rules)
         leaves_C = self._trie.leaf_of[items.rows_C]

@@ -21,6 +21,7 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.popularity import Popularity
 from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.retriever_search import Read, states
 from semantide.shared.models.sasrec import SASRec
@@ -148,15 +149,17 @@ def _best(scores_RN: Tensor, histories: Sequence[Rows], n: int, exclude_seen: bo
 class GeneratorRanker:
     """Beam search over the catalog's trie.
 
-    ``catalog_rows`` [N] gives the catalog's row of each item of the data set; catalog items beyond those are not recommended here.
+    ``catalog_rows`` [N] gives the catalog's row of each item of the data set; catalog items beyond those are not recommended here. ``model_actions`` is the
+    model's number of each of the data set's actions, where its prompts say what was done.
     """
 
-    def __init__(self, model: Generator, trie: Trie, codes: IntArray, catalog_rows: IntArray, max_items: int, beam_width: int) -> None:
+    def __init__(
+        self, model: Generator, trie: Trie, codes: IntArray, catalog_rows: IntArray, max_items: int, beam_width: int, model_actions: Rows | None = None
+    ) -> None:
         self._decoder, self._max_items, self._beam_width = GeneratorDecoder(model), max_items, beam_width
         self._device = model.head_VD.device
         self._trie = SearchTrie.build(trie, self._device)
-        self._item_tokens_NL = model.vocabulary.item_tokens(codes)
-        self._vocabulary = model.vocabulary
+        self._spelling, self._actions = PromptSpelling.of(model, codes), model_actions
         self._catalog_rows, self._item_of = catalog_rows, inverse(catalog_rows, len(codes))
         self._mask = self._trie.prefix_counts(self._item_of >= 0)
         self._everything = bool((self._item_of >= 0).all())
@@ -164,7 +167,7 @@ class GeneratorRanker:
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``; the search keeps at least n beams. Of a long history the model reads what serving has it read."""
         rows_R = [self._catalog_rows[np.asarray(history, dtype=np.int64)] for history in histories]
-        prompts = Jagged.from_sequences(self._vocabulary.history_tokens(self._item_tokens_NL[history_window(rows, self._max_items)]) for rows in rows_R)
+        prompts = Jagged.from_sequences(self._prompts(rows_R, times, actions))
         node_filter = None
         if exclude_seen or not self._everything:
             seen: list[IntArray | list[int]] = [rows if exclude_seen else [] for rows in rows_R]
@@ -176,3 +179,17 @@ class GeneratorRanker:
         lists = np.full((len(histories), n), -1, dtype=np.int64)
         lists[:, : rows.shape[1]] = np.where(rows >= 0, self._item_of[rows], -1)
         return lists
+
+    def _prompts(self, rows_R: Sequence[IntArray], times: Sequence[Rows | None], actions: Sequence[Rows | None]) -> list[IntArray]:
+        spelled = []
+        for request, rows in enumerate(rows_R):
+            window = history_window(rows, self._max_items)
+            moments, done = (each[request] if request < len(each) else None for each in (times, actions))
+            spelled.append(
+                self._spelling.prompt(
+                    window,
+                    None if done is None or self._actions is None else self._actions[done[len(rows) - len(window) :]],
+                    None if moments is None else moments[len(rows) - len(window) :],
+                )
+            )
+        return spelled

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from semantide.services.training.page_targets import Form, PagesConfig
 from semantide.shared.models.generator import GeneratorConfig
 from semantide.shared.models.item_rows import TableGrowth
 from semantide.shared.models.item_table import TableOptimiser
@@ -92,6 +93,7 @@ class TrainConfig:
     mask_history: bool = False
     """Retriever: whether items of the same history are left out of its negatives."""
     negatives: NegativesConfig = field(default_factory=NegativesConfig)
+    pages: PagesConfig = field(default_factory=PagesConfig)
 
     learning_rate: float = 2e-3
     embedding_rate_scale: float = 1.0
@@ -165,6 +167,11 @@ class TrainConfig:
             raise ValueError(
                 f"features, growth and publish_every are of a retriever's tables, and recipe {self.recipe} trains a {self.model_type}: leave them out"
             )
+        if self.pages.on and (self.model_type != "generator" or self.repeat_weight or self.crop in ("random", "mixed")):
+            raise ValueError(
+                f"pages.targets is {self.pages.targets!r}: pages are for a generator (model_type is {self.model_type!r}), without repeat_weight (it is {self.repeat_weight}), and use "
+                f"all of a history or its last items (crop is {self.crop!r}): set crop to 'cover' or 'last' and repeat_weight to 0, or leave pages out"
+            )
         if not self.epochs and (not self.checkpoint or self.model_type == "retriever"):
             raise ValueError("epochs is 0: only a checkpoint can be stored as it is; name one with checkpoint, or give at least 1")
         for name, choices in (
@@ -196,6 +203,11 @@ def small() -> TrainConfig:
         seen_bias=True, dropout=0.2, embedding_dropout=0.1,
     )  # fmt: skip
     return TrainConfig("small", generator=shape, codebook_share=0.7, skip_rate=0.15, label_smoothing=0.02, epochs=30, patience=6, max_items=50)
+
+
+def pagewise(targets: Form = "parallel") -> TrainConfig:
+    """Recipe small by pages: all that was taken of a page is predicted from the history before it; ``pointwise`` is its baseline, one item of each page."""
+    return replace(small(), recipe="pointwise" if targets == "point" else "pagewise", crop="cover", pages=PagesConfig(targets))
 
 
 def base() -> TrainConfig:
@@ -305,6 +317,8 @@ RETRIEVER_SIZES: dict[RetrieverSize, RetrieverShape] = {
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "tiny": tiny,
     "small": small,
+    "pagewise": pagewise,
+    "pointwise": partial(pagewise, "point"),
     "base": base,
     "pretrained": pretrained,
     "sasrec": sasrec,

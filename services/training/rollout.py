@@ -27,6 +27,7 @@ from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.prompt_cache import history_window
+from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.rollouts import Rollouts, Scorer, Scores, rollouts_of
 
 IntArray = npt.NDArray[np.int64]
@@ -127,7 +128,8 @@ class Rollouter:
         history that the generator reads."""
         self.decoder, self._trie, self._dataset, self._ref = GeneratorDecoder(generator), trie, dataset, dataset_ref
         self._generator, self._config, self._max_items, self._events = generator, config, max_items, events
-        self._tokens_NL, self._catalog_rows = item_tokens_NL, catalog_rows
+        self._spelling, self._catalog_rows = PromptSpelling(generator.vocabulary, generator.config.merger, item_tokens_NL), catalog_rows
+        self._actions = None if events is None else events.among(generator.config.merger.actions)
         self._item_of = inverse(catalog_rows, len(trie))
         self._mask = trie.prefix_counts(self._item_of >= 0)
         self._everything = bool((self._item_of >= 0).all())
@@ -150,9 +152,14 @@ class Rollouter:
 
     def tokens(self, prompts: Sequence[Prompt]) -> Jagged:
         """The prompts as the generator reads them."""
-        vocabulary = self._generator.vocabulary
-        windows = (history_window(self._catalog_rows[self._history(prompt)], self._max_items) for prompt in prompts)
-        return Jagged.from_sequences(vocabulary.history_tokens(self._tokens_NL[window]) for window in windows).to(self._trie.device)
+        return Jagged.from_sequences(map(self._spelled, prompts)).to(self._trie.device)
+
+    def _spelled(self, prompt: Prompt) -> IntArray:
+        window = history_window(self._catalog_rows[self._history(prompt)], self._max_items)
+        last = int(self._dataset.offsets[prompt.user]) + prompt.end
+        read = slice(last - len(window), last)
+        actions = None if self._events is None or self._actions is None else self._actions[self._events.numbers_E[read]]
+        return self._spelling.prompt(window, actions, self._dataset.times[read] // 1000)
 
     def rules(self, prompts: Sequence[Prompt]) -> ItemFilter | None:
         """What the policy must not draw: items that the data set does not have, and with ``exclude_seen`` those of the history."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from semantide.services.training.batches import Epoch, Sampler
+from semantide.services.training.batches import Epoch, Epochs
 from semantide.services.training.change_log import ChangeLog
 from semantide.services.training.checkpoint import Checkpoints
 from semantide.services.training.fence import Staleness
@@ -85,7 +85,7 @@ class Trainer:
         self,
         config: TrainConfig,
         objective: Objective,
-        sampler: Sampler,
+        sampler: Epochs,
         validate: Callable[[], dict[str, float]] | None,
         listener: Listener,
         checkpoints: Path,
@@ -200,7 +200,7 @@ class Trainer:
                 parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             tokens += flight.share.num_items * self.objective.tokens_per_item
             if self._meter is not None:
-                self._meter.add(flight.share.batch.items.lengths_B)
+                self._meter.add(flight.share.batch.items.lengths_B, flight.share.batch.targets)
             pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
             state.batch += 1
             state.step += 1
@@ -267,7 +267,7 @@ class Trainer:
         if world.size > 1 and self._times.wanted:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize()
-            self._times.add(batch.items.lengths_B, self.listener.clock() - began)
+            self._times.add(batch.lengths_B, self.listener.clock() - began)
         self._gradients.finish()
         stop, parts = False, [float(part) for part in parts_K]
         if told is not None:

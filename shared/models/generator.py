@@ -3,13 +3,16 @@
 RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU; queries and keys are normalised as in Qwen3 or have biases as in Qwen2.5.
 Parameter names are those of Hugging Face, so that weights load and save without conversion. Dropout and the scales are training-time additions that do not change the
 saved model: ``save_pretrained`` folds the scales into the weights.
-Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value heads, d head size, K codes of a level, V tokens.
+With a merger the items of a prompt are one vector each (``token_merger.py``), and what is generated after it stays code by code.
+Legend: T packed tokens, B sequences, D hidden size, H query heads, G key/value heads, d head size, K codes of a level, V tokens, P places of prompts,
+N chosen ones, I items, L levels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from semantide.kernels.gating import silu_product
 from semantide.kernels.normalisation import rms_norm
 from semantide.kernels.rotary import norm_rotate
 from semantide.shared.models.seen_bias import SeenBias
+from semantide.shared.models.token_merger import MergedRows, MergerConfig, PromptShape, TokenMerger
 from semantide.shared.models.vocabulary import Layout, Vocabulary
 
 
@@ -57,6 +61,8 @@ class GeneratorConfig:
     """Whether each level's logits get a learned factor; folded into the head when saved."""
     seen_bias: bool = False
     """Whether logits are corrected by what the history holds (``seen_bias.py``); a saved model keeps it as a tensor of its own, which others leave out."""
+    merger: MergerConfig = field(default_factory=MergerConfig)
+    """Whether the items of a prompt are merged to one vector each; a saved model keeps its tensors beside those that others know."""
     layout: Layout = field(default_factory=Layout)
     """Which tokens are which."""
 
@@ -70,6 +76,8 @@ class GeneratorConfig:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}, and head_dim {self.head_dim} even")
         if self.seen_bias and not self.layout.plain:
             raise ValueError(f"seen_bias counts the items of histories with one begin token and nothing between items, not of {self.layout}")
+        if self.merger.enabled and not self.layout.plain:
+            raise ValueError(f"merger merges the items of histories with one begin token and nothing between items, not of {self.layout}")
         for name in ("dropout", "embedding_dropout", "token_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 up to but not including 1")
@@ -194,6 +202,9 @@ class Generator(nn.Module):
             self.level_log_scale = nn.Parameter(torch.zeros(self.vocabulary.levels))
         if config.seen_bias:
             self.seen_bias = SeenBias(self.vocabulary)
+        if config.merger.enabled:
+            self.merger = TokenMerger(config.merger, self.vocabulary.levels, config.hidden_size)
+        self._merged_rows: tuple[tuple[Any, ...], MergedRows] | None = None
         self._initialise()
 
     @torch.no_grad()
@@ -201,12 +212,14 @@ class Generator(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 parameter.normal_(std=self.config.initializer_range)
-            elif parameter.ndim == 2:
+            elif parameter.ndim == 2 and not name.startswith("merger."):
                 # What is added to the residual stream starts small, so that depth does not blow it up.
                 damping = (2 * self.config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 parameter.normal_(std=damping * parameter.shape[1] ** -0.5)
             elif name.endswith(".bias"):
                 parameter.zero_()
+        if self.config.merger.enabled:
+            self.merger.initialise(self.config.initializer_range * self.config.embedding_scale)
 
     @property
     def layers(self) -> list[Layer]:
@@ -215,12 +228,79 @@ class Generator(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states that enter the first layer."""
+        return self._dropped(self._scaled(tokens))
+
+    def _scaled(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.model.embed_tokens(tokens)
-        if self.config.embedding_scale != 1:
-            x = x * self.config.embedding_scale
+        return x * self.config.embedding_scale if self.config.embedding_scale != 1 else x
+
+    def _dropped(self, x: Tensor) -> Tensor:
         if self.training and self.config.token_dropout:
-            x = x * (torch.rand(*tokens.shape, 1, device=x.device) >= self.config.token_dropout)
+            x = x * (torch.rand(*x.shape[:-1], 1, device=x.device) >= self.config.token_dropout)
         return dropout(x, self.config.embedding_dropout, self.training)
+
+    @property
+    def prompt_shape(self) -> PromptShape:
+        """How the tokens of a prompt become places."""
+        levels, merger = self.vocabulary.levels, self.config.merger
+        if not merger.enabled:
+            return PromptShape(1, 1, levels)
+        return PromptShape(levels + len(merger.features), 2 if merger.separator == "kept" else 1, 1)
+
+    def prompt_vectors(self, tokens_T: Tensor, offsets_B1: Tensor, places_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What enters the first layer for packed prompts, and where each begins: with a merger one vector per item, else one per token.
+
+        ``places_N`` asks for some places only; the offsets are those of all.
+        Shapes: [T], [B + 1] -> [P, D] or [N, D], [B + 1].
+        Raises: ValueError for a prompt that is not the begin token and whole items, where they are merged.
+        """
+        if not self.config.merger.enabled:
+            return self.embed(tokens_T if places_N is None else tokens_T[places_N]), offsets_B1
+        shape, device = self.prompt_shape, tokens_T.device
+        before_B1 = torch.arange(len(offsets_B1), device=device)
+        item_tokens_B1 = offsets_B1 - before_B1
+        if bool((item_tokens_B1 % shape.tokens_per_unit).any()):
+            raise ValueError(
+                f"prompts of {offsets_B1.diff().tolist()[:8]} tokens: this model reads a begin token and then {shape.tokens_per_unit} numbers of each item"
+            )
+        place_offsets_B1 = before_B1 + item_tokens_B1 // shape.tokens_per_unit * shape.places_per_unit
+        if places_N is None:
+            places_N = torch.arange(int(place_offsets_B1[-1]), device=device)
+        prompts_N = torch.searchsorted(place_offsets_B1, places_N, right=True) - 1
+        ahead_N = places_N - place_offsets_B1[prompts_N]  # of its prompt's begin
+        begin_K = (ahead_N == 0).nonzero().squeeze(1)
+        item_I = ((ahead_N - 1) % shape.places_per_unit == 0).logical_and_(ahead_N > 0).nonzero().squeeze(1)
+        first_I = offsets_B1[prompts_N[item_I]] + 1 + (ahead_N[item_I] - 1) // shape.places_per_unit * shape.tokens_per_unit
+        merged_ID = self._merged(tokens_T[first_I.unsqueeze(1) + torch.arange(shape.tokens_per_unit, device=device)])
+        # What is neither lies between two items.
+        x_ND = (self.merger.places or (merged_ID.new_zeros(merged_ID.shape[1]),))[0].repeat(len(places_N), 1)
+        x_ND = x_ND.index_copy(0, begin_K, self._scaled(tokens_T[offsets_B1[prompts_N[begin_K]]])).index_copy(0, item_I, merged_ID)
+        return self._dropped(x_ND), place_offsets_B1
+
+    def _merged(self, numbers_IS: Tensor) -> Tensor:
+        """One vector per item of a prompt."""
+        levels, weight = self.vocabulary.levels, self.merger.proj.weight
+        if weight.requires_grad or self.training:
+            merged_ID: Tensor = self.merger(self._scaled(numbers_IS[:, :levels]), numbers_IS[:, levels:])
+            return merged_ID
+        # Weights that nobody trains are multiplied out once; should they be replaced after all, once more.
+        key = (weight.data_ptr(), weight._version, weight.dtype, self.model.embed_tokens.weight.data_ptr(), self.model.embed_tokens.weight._version)
+        if self._merged_rows is None or self._merged_rows[0] != key:
+            firsts = [self.vocabulary.first(level) for level in range(levels)]
+            codes = [self._scaled(torch.arange(first, first + size, device=weight.device)) for first, size in zip(firsts, self.config.level_sizes, strict=True)]
+            self._merged_rows = key, self.merger.rows(codes, firsts)
+        return self._merged_rows[1](numbers_IS)
+
+    def item_vectors(self, tokens_NL: Tensor) -> Tensor:
+        """One vector per item, of its codes alone: as a merger reads it, else the sum of its tokens' embeddings.
+
+        Shapes: [N, L] -> [N, D].
+        """
+        codes_NLD = self._scaled(tokens_NL)
+        if not self.config.merger.enabled:
+            return codes_NLD.sum(1)
+        merged_ND: Tensor = self.merger(codes_NLD, tokens_NL.new_zeros(len(tokens_NL), len(self.config.merger.features)))
+        return merged_ND
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""
@@ -231,13 +311,13 @@ class Generator(nn.Module):
         return angles.cos().unsqueeze(-2).to(dtype), angles.sin().unsqueeze(-2).to(dtype)
 
     def forward(self, tokens_T: Tensor, offsets_B1: Tensor) -> Tensor:
-        """Hidden states of packed sequences; each is causal in itself and counts positions from 0.
+        """Hidden states of packed prompts, one per place; each prompt is causal in itself and counts positions from 0.
 
-        Shapes: [T], [B + 1] -> [T, D], normalised for ``logits``.
+        Shapes: [T], [B + 1] -> [P, D], normalised for ``logits``; without a merger every token is a place.
         """
-        positions_T = torch.arange(len(tokens_T), device=tokens_T.device) - offsets_B1[:-1].repeat_interleave(offsets_B1.diff())
+        x_TD, offsets_B1 = self.prompt_vectors(tokens_T, offsets_B1)
+        positions_T = torch.arange(len(x_TD), device=x_TD.device) - offsets_B1[:-1].repeat_interleave(offsets_B1.diff())
         cos_T1d, sin_T1d = self.rotation(positions_T)
-        x_TD = self.embed(tokens_T)
         for layer in self.layers:
             x_TD = layer.finish(x_TD, jagged_attention(*layer.project(x_TD, cos_T1d, sin_T1d), offsets_B1))
         hidden_TD: Tensor = self.model.norm(x_TD)

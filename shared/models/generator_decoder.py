@@ -1,9 +1,9 @@
 """Decoding steps of a generator: prompts are read once per request, beams append keys and values and never move them.
 
 Prompts that a user brought before can be given back (``cached``): only what follows the common beginning is then read. Of the last layer a prompt needs
-every key and value, but the output of its last place alone.
-Legend: R requests, W beams of the widest request, B live beams of all requests, T packed prompt tokens, N new ones among them, D hidden size,
-H query heads, G key/value heads, d head size, K codes of a level, L layers, C capacity of the beams' stores, t tokens of one prompt.
+every key and value, but the output of its last place alone. With a merger a prompt has fewer places than tokens; beams go on token by token all the same.
+Legend: R requests, W beams of the widest request, B live beams of all requests, T packed prompt tokens, P their places, N new ones among them, D hidden size,
+H query heads, G key/value heads, d head size, K codes of a level, L layers, C capacity of the beams' stores, t tokens and p places of one prompt.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ from semantide.shared.models.seen_bias import SeenItems
 class PromptKV:
     """Keys and values of one prompt, and its tokens, which say for what other prompts they are good.
 
-    Shapes: ``tokens_t`` [t], ``kv_L2tGd`` [L, 2, t, G, d] (keys, then values).
+    Shapes: ``tokens_t`` [t], ``kv_L2pGd`` [L, 2, p, G, d] (keys, then values).
     """
 
     tokens_t: Tensor
-    kv_L2tGd: Tensor
+    kv_L2pGd: Tensor
 
     @property
     def num_bytes(self) -> int:
         """What it occupies."""
-        return self.kv_L2tGd.nbytes + self.tokens_t.nbytes
+        return self.kv_L2pGd.nbytes + self.tokens_t.nbytes
+
+    @property
+    def num_places(self) -> int:
+        """Places that it knows."""
+        return self.kv_L2pGd.shape[2]
 
     def common_tokens(self, tokens_t: Tensor) -> int:
         """How many tokens another prompt begins with as this one does."""
@@ -48,25 +53,25 @@ class PromptKV:
 class DecodingState:
     """Keys and values of a batch of requests: of each prompt once, and of every beam of every step so far.
 
-    ``read_R`` says how many tokens of each prompt were read, the rest having been cached.
+    ``tokens_R`` are the tokens of each prompt, ``bounds`` where the places of each begin, ``read_R`` how many of them were read, the rest having been cached.
 
-    Shapes: ``prompt_L2TGd`` [L, 2, T, G, d], ``own_L2CGd`` [L, 2, C, G, d].
+    Shapes: ``prompt_L2PGd`` [L, 2, P, G, d], ``own_L2CGd`` [L, 2, C, G, d].
     """
 
-    def __init__(self, tokens_T: Tensor, bounds: list[int], prompt_L2TGd: Tensor, leases: Sequence[KVLease] | None) -> None:
-        self.tokens_T, self.bounds, self.prompt_L2TGd = tokens_T, bounds, prompt_L2TGd
-        self.own_L2CGd = prompt_L2TGd[:, :, :0]
-        self.ancestry = Ancestry(len(bounds) - 1, tokens_T.device)
+    def __init__(self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, leases: Sequence[KVLease] | None) -> None:
+        self.tokens_R, self.bounds, self.prompt_L2PGd = list(tokens_R), bounds, prompt_L2PGd
+        self.own_L2CGd = prompt_L2PGd[:, :, :0]
+        self.ancestry = Ancestry(len(bounds) - 1, prompt_L2PGd.device)
         self.seen: SeenItems | None = None
         self.read_R: tuple[int, ...] = ()
         self._leases = None if leases is None else list(leases)
-        self._token_bytes = prompt_L2TGd[:, :, 0].numel() * prompt_L2TGd.element_size() if bounds[-1] else 0
+        self._place_bytes = prompt_L2PGd[:, :, 0].numel() * prompt_L2PGd.element_size() if bounds[-1] else 0
         self._draw([end - begin for begin, end in pairwise(bounds)])
 
-    def _draw(self, tokens_R: Sequence[int]) -> None:
+    def _draw(self, places_R: Sequence[int]) -> None:
         if self._leases is not None:
-            for lease, tokens in zip(self._leases, tokens_R, strict=True):
-                lease.draw(tokens * self._token_bytes)
+            for lease, places in zip(self._leases, places_R, strict=True):
+                lease.draw(places * self._place_bytes)
 
     def append(self, parents_RW: Tensor, counts: Sequence[int] | None, steps_left: int) -> tuple[Tensor, int, int]:
         """Let new beams follow the given parents and make room for their rows: which live beams they follow, and the rows [begin, end) of the stores.
@@ -83,7 +88,7 @@ class DecodingState:
 
     def _reserved_rows(self) -> int:
         """Own rows that the leases have room for beside the prompts."""
-        return sum(lease.num_bytes // self._token_bytes for lease in self._leases or ()) - self.bounds[-1]
+        return sum(lease.num_bytes // self._place_bytes for lease in self._leases or ()) - self.bounds[-1]
 
     def _make_room(self, rows: int, used: int) -> None:
         old_L2CGd = self.own_L2CGd
@@ -94,8 +99,8 @@ class DecodingState:
         """Keys and values of one prompt, to be given back to ``begin`` another time; they stay as they are whatever becomes of the state."""
         begin, end = self.bounds[request : request + 2]
         if len(self.bounds) == 2:
-            return PromptKV(self.tokens_T, self.prompt_L2TGd)
-        return PromptKV(self.tokens_T[begin:end].clone(), self.prompt_L2TGd[:, :, begin:end].clone())
+            return PromptKV(self.tokens_R[0], self.prompt_L2PGd)
+        return PromptKV(self.tokens_R[request].clone(), self.prompt_L2PGd[:, :, begin:end].clone())
 
     def keep(self, requests: Sequence[int]) -> None:
         """Go on with these requests only; the memory of the others is freed.
@@ -108,8 +113,8 @@ class DecodingState:
         if len(chosen) == many:
             return
         spans = [slice(self.bounds[request], self.bounds[request + 1]) for request in chosen]
-        self.tokens_T = torch.cat([self.tokens_T[:0], *(self.tokens_T[span] for span in spans)])
-        self.prompt_L2TGd = torch.cat([self.prompt_L2TGd[:, :, :0], *(self.prompt_L2TGd[:, :, span] for span in spans)], 2)
+        self.tokens_R = [self.tokens_R[request].clone() for request in chosen]
+        self.prompt_L2PGd = torch.cat([self.prompt_L2PGd[:, :, :0], *(self.prompt_L2PGd[:, :, span] for span in spans)], 2)
         self.bounds = [0, *accumulate(span.stop - span.start for span in spans)]
         beams_B, rows_N = self.ancestry.keep(chosen)
         self.own_L2CGd = self.own_L2CGd[:, :, rows_N]
@@ -130,10 +135,14 @@ class GeneratorDecoder:
         self.level_sizes = generator.config.level_sizes
 
     def kv_bytes(self, prompt_tokens: int, width: int) -> int:
-        """Bytes of keys and values that a request of this prompt and width holds at most."""
+        """Bytes of keys and values that a request of a prompt of so many tokens and of this width holds at most."""
         config = self.generator.config
         each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.generator.model.embed_tokens.weight.element_size()
-        return each * (prompt_tokens + width * (len(self.level_sizes) - 1))
+        return each * (self.places(prompt_tokens) + width * (len(self.level_sizes) - 1))
+
+    def places(self, prompt_tokens: int) -> int:
+        """Places of a prompt of so many tokens, or those that such a beginning of one decides: what is read and kept."""
+        return self.generator.prompt_shape.places(prompt_tokens)
 
     @torch.inference_mode()
     def begin(
@@ -151,74 +160,79 @@ class GeneratorDecoder:
         Shapes: ``tokens_T`` packs prompts of at least one token each.
         Raises: ValueError for an empty prompt, keys and values of another model, or a lease that is too small.
         """
-        bounds = offsets_R1.tolist()
-        spans = list(pairwise(bounds))
+        generator, device = self.generator, tokens_T.device
+        config, layers, shape = generator.config, generator.layers, generator.prompt_shape
+        spans = list(pairwise(offsets_R1.tolist()))
         for request, (begin, end) in enumerate(spans):
             if end <= begin:
                 raise ValueError(f"prompt {request} is empty: a prompt begins with token 0")
-        generator, device = self.generator, tokens_T.device
-        config, layers = generator.config, generator.layers
-        shape = (config.num_layers, 2, len(tokens_T), config.num_kv_heads, config.head_dim)
-        state = DecodingState(tokens_T, bounds, torch.empty(shape, dtype=generator.model.embed_tokens.weight.dtype, device=device), leases)
+            if (end - begin - 1) % shape.tokens_per_unit:
+                raise ValueError(f"prompt {request} has {end - begin} tokens: this model reads a begin token and {shape.tokens_per_unit} numbers of each item")
+        bounds = [0, *accumulate(shape.places(end - begin) for begin, end in spans)]
+        store = torch.empty(
+            (config.num_layers, 2, bounds[-1], config.num_kv_heads, config.head_dim), dtype=generator.model.embed_tokens.weight.dtype, device=device
+        )
+        state = DecodingState([tokens_T[begin:end] for begin, end in spans], bounds, store, leases)
         known_R = [0] * len(spans)
-        twins = []  # tokens of a prompt but its last, and those of the earlier request that has the same
+        twins = []  # places of a prompt but its last, and those of the earlier request that has the same
         first_with: dict[bytes, int] = {}
         tokens = tokens_T.cpu().numpy()
-        for request, (begin, end) in enumerate(spans):
-            first = first_with.setdefault(tokens[begin:end].tobytes(), request)
-            if first < request and end - begin > 1:
-                known_R[request] = end - begin - 1
-                twins.append((slice(begin, end - 1), slice(spans[first][0], spans[first][1] - 1)))
+        for request, ((begin, end), (first, last)) in enumerate(zip(spans, pairwise(bounds), strict=True)):
+            twin = first_with.setdefault(tokens[begin:end].tobytes(), request)
+            if twin < request and last - first > 1:
+                known_R[request] = last - first - 1
+                twins.append((slice(first, last - 1), slice(bounds[twin], bounds[twin + 1] - 1)))
             elif cached is not None and (prompt := cached[request]) is not None:
-                known_R[request] = self._reuse(prompt, state, begin, end)
-        state.read_R = tuple(end - begin - known for (begin, end), known in zip(spans, known_R, strict=True))
-        lengths_R = offsets_R1.diff()
-        positions_N = torch.arange(len(tokens_T), device=device) - offsets_R1[:-1].repeat_interleave(lengths_R)
+                known_R[request] = self._reuse(prompt, state, request)
+        state.read_R = tuple(last - first - known for (first, last), known in zip(pairwise(bounds), known_R, strict=True))
+        place_offsets_R1 = torch.tensor(bounds, device=device)
+        lengths_R = place_offsets_R1.diff()
+        positions_N = torch.arange(bounds[-1], device=device) - place_offsets_R1[:-1].repeat_interleave(lengths_R)
         new_N: Tensor | slice = slice(None)
-        new_offsets_R1 = offsets_R1
+        asked_N, new_offsets_R1 = None, place_offsets_R1
         if any(known_R):
-            new_N = (positions_N >= torch.tensor(known_R, device=device).repeat_interleave(lengths_R)).nonzero().squeeze(1)
+            new_N = asked_N = (positions_N >= torch.tensor(known_R, device=device).repeat_interleave(lengths_R)).nonzero().squeeze(1)
             positions_N = positions_N[new_N]
             new_offsets_R1 = torch.tensor([0, *accumulate(state.read_R)], device=device)
         cos_N1d, sin_N1d = generator.rotation(positions_N)
-        x_ND = generator.embed(tokens_T[new_N])
-        for layer, (k_TGd, v_TGd) in zip(layers[:-1], state.prompt_L2TGd, strict=False):
+        x_ND, _ = generator.prompt_vectors(tokens_T, offsets_R1, asked_N)
+        for layer, (k_PGd, v_PGd) in zip(layers[:-1], state.prompt_L2PGd, strict=False):
             q_NHd, k_NGd, v_NGd = layer.project(x_ND, cos_N1d, sin_N1d)
-            k_TGd[new_N], v_TGd[new_N] = k_NGd, v_NGd
+            k_PGd[new_N], v_PGd[new_N] = k_NGd, v_NGd
             for mine, theirs in twins:
-                k_TGd[mine], v_TGd[mine] = k_TGd[theirs], v_TGd[theirs]
-            o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_TGd, v_TGd, offsets_R1)
+                k_PGd[mine], v_PGd[mine] = k_PGd[theirs], v_PGd[theirs]
+            o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_PGd, v_PGd, place_offsets_R1)
             x_ND = layer.finish(x_ND, o_NHd)
-        k_TGd, v_TGd = state.prompt_L2TGd[-1]
-        k_TGd[new_N], v_TGd[new_N] = layers[-1].keys_values(x_ND, cos_N1d, sin_N1d)
+        k_PGd, v_PGd = state.prompt_L2PGd[-1]
+        k_PGd[new_N], v_PGd[new_N] = layers[-1].keys_values(x_ND, cos_N1d, sin_N1d)
         for mine, theirs in twins:
-            k_TGd[mine], v_TGd[mine] = k_TGd[theirs], v_TGd[theirs]
+            k_PGd[mine], v_PGd[mine] = k_PGd[theirs], v_PGd[theirs]
         last_R = new_offsets_R1[1:] - 1
         x_RD = x_ND[last_R]
         q_R1Hd = layers[-1].queries(x_RD, cos_N1d[last_R], sin_N1d[last_R]).unsqueeze(1)
         no_rows = state.ancestry.rows_BS.view(len(spans), 1, 0)
-        o_R1Hd = beam_attention(q_R1Hd, k_TGd, v_TGd, offsets_R1, k_TGd[:0], v_TGd[:0], no_rows)
+        o_R1Hd = beam_attention(q_R1Hd, k_PGd, v_PGd, place_offsets_R1, k_PGd[:0], v_PGd[:0], no_rows)
         x_RD = layers[-1].finish(x_RD, o_R1Hd.squeeze(1))
         counts_RK = None
         if config.seen_bias:
-            state.seen = SeenItems(tokens_T, offsets_R1, generator.vocabulary)
+            state.seen = SeenItems(tokens_T, offsets_R1, generator.vocabulary, shape.tokens_per_item)
             counts_RK = state.seen.counts(0)
         return generator.logits(generator.model.norm(x_RD), 0, counts_RK), state
 
-    @staticmethod
-    def _reuse(prompt: PromptKV, state: DecodingState, begin: int, end: int) -> int:
-        """Copy what is known of the prompt at tokens [begin, end), and answer how many tokens that is.
+    def _reuse(self, prompt: PromptKV, state: DecodingState, request: int) -> int:
+        """Copy what is known of a request's prompt, and answer how many places that is.
 
-        The last token is always read, for its output; that both begin with token 0 is no reason to copy.
+        The last place is always read, for its output; that both begin with token 0 is no reason to copy.
         """
-        store = state.prompt_L2TGd
-        kept = prompt.kv_L2tGd
-        if (kept.shape[:2], kept.shape[3:], kept.dtype, kept.device) != (store.shape[:2], store.shape[3:], store.dtype, store.device):
+        begin, end = state.bounds[request : request + 2]
+        store, kept = state.prompt_L2PGd, prompt.kv_L2pGd
+        fits = (kept.shape[:2], kept.shape[3:], kept.dtype, kept.device) == (store.shape[:2], store.shape[3:], store.dtype, store.device)
+        if not fits or prompt.num_places != self.places(len(prompt.tokens_t)):
             raise ValueError(
-                f"keys and values of shape {tuple(kept.shape)}, {kept.dtype}, do not fit this model's {tuple(store.shape)}, {store.dtype}: "
-                "give back those that the same model made"
+                f"keys and values of shape {tuple(kept.shape)}, {kept.dtype}, for {len(prompt.tokens_t)} tokens do not fit this model's {tuple(store.shape)}, "
+                f"{store.dtype}: give back those that the same model made"
             )
-        known = min(prompt.common_tokens(state.tokens_T[begin:end]), end - begin - 1)
+        known = min(self.places(prompt.common_tokens(state.tokens_R[request])), end - begin - 1)
         if known < 2:
             return 0
         store[:, :, begin : begin + known] = kept[:, :, :known]
@@ -242,7 +256,7 @@ class GeneratorDecoder:
         positions = [place for (first, last), count in zip(pairwise(bounds), ancestry.counts, strict=True) for place in [last - first + level - 1] * count]
         cos_B1d, sin_B1d = generator.rotation(torch.tensor(positions, device=codes_B.device))
         x_BD = generator.embed(codes_B + generator.vocabulary.first(level - 1))
-        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(generator.layers, state.prompt_L2TGd, state.own_L2CGd, strict=True):
+        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(generator.layers, state.prompt_L2PGd, state.own_L2CGd, strict=True):
             q_BHd, own_k[begin:end], own_v[begin:end] = layer.project(x_BD, cos_B1d, sin_B1d)
             outputs = [q_BHd[:0]]
             for run, offsets_R1 in zip(runs, offsets, strict=True):

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound, TransientError
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.models.vocabulary import Layout
 
 _WEIGHTS = "model.safetensors"
@@ -162,6 +163,7 @@ def save_generator(generator: Generator, folder: Path) -> None:
             "semantide_level_sizes": list(config.level_sizes),
             "semantide_layout": config.layout.to_json(),
             "semantide_seen_bias": config.seen_bias,
+            **({"semantide_merger": config.merger.to_json()} if config.merger.enabled else {}),
         },
     )
 
@@ -286,6 +288,7 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
             tie_word_embeddings=bool(header.get("tie_word_embeddings", False)),
             initializer_range=float(header.get("initializer_range", 0.02)),
             seen_bias=bool(header.get("semantide_seen_bias", False)),
+            merger=MergerConfig.of(header.get("semantide_merger") or {}),
             layout=Layout.of(header.get("semantide_layout") or {}),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

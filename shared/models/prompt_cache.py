@@ -22,7 +22,7 @@ _TOGETHER = 4  # items in a row that are hashed as one: a single item that comes
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What a cache did so far; ``tokens_known`` of ``tokens_asked`` prompt tokens were not read again."""
+    """What a cache did so far; ``tokens_known`` of ``tokens_asked`` prompt tokens were not read again, a merged item counting as one."""
 
     users: int
     in_use_bytes: int
@@ -55,8 +55,8 @@ class PromptCache:
             return prompt
 
     def put(self, user: str, prompt: PromptKV, tokens_read: int | None = None) -> None:
-        """Remember the user's prompt in place of an older one; ``tokens_read`` of it had to be read, which is only counted."""
-        size = len(prompt.tokens_t)
+        """Remember the user's prompt in place of an older one; ``tokens_read`` of its places had to be read, which is only counted."""
+        size = prompt.num_places
         read = size if tokens_read is None else tokens_read
         with self._lock:
             self._asked += size

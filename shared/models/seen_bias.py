@@ -87,13 +87,15 @@ def _pairs(keys_T: Tensor) -> tuple[Tensor, Tensor]:
 class SeenItems:
     """The items of a batch of prompts, for counting while beams grow; ``prefix_B`` numbers the prefix of every live beam."""
 
-    def __init__(self, tokens_T: Tensor, offsets_R1: Tensor, vocabulary: Vocabulary) -> None:
+    def __init__(self, tokens_T: Tensor, offsets_R1: Tensor, vocabulary: Vocabulary, tokens_per_item: int = 0) -> None:
+        """``tokens_per_item``: numbers of an item in the prompts, of which its codes are the first; 0: its codes alone."""
         levels, lengths_R = vocabulary.levels, offsets_R1.diff()
+        stride = tokens_per_item or levels
         places_T = torch.arange(len(tokens_T), device=tokens_T.device) - offsets_R1[:-1].repeat_interleave(lengths_R)
-        whole_R = (lengths_R - 1) // levels
-        inside_T = (places_T >= 1) & (places_T <= levels * whole_R.repeat_interleave(lengths_R))
+        whole_R = (lengths_R - 1) // stride
+        inside_T = (places_T >= 1) & (places_T <= stride * whole_R.repeat_interleave(lengths_R))
         firsts_L = torch.tensor([vocabulary.first(level) for level in range(levels)], device=tokens_T.device)
-        codes_IL = tokens_T[inside_T].view(-1, levels) - firsts_L
+        codes_IL = tokens_T[inside_T].view(-1, stride)[:, :levels] - firsts_L
         # A prompt may hold tokens that are no item's, for example those of another model's text.
         valid_I = ((codes_IL >= 0) & (codes_IL < torch.tensor(vocabulary.level_sizes, device=tokens_T.device))).all(1)
         self._codes_IL = codes_IL[valid_I]

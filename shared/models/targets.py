@@ -2,7 +2,8 @@
 
 A block is one or more items that follow some first part of a prompt: the items of a page, the next item of a history, a rollout. It sees that part and itself and
 no other block, so each comes out as a plain forward of the part followed by the block would have it, whatever else is asked of the same prompt.
-Legend: T prompt tokens, R prompts, N prompt vectors, S tokens of all blocks, C blocks, I tokens of blocks that are read, D hidden size, L levels, K codes of a level.
+Legend: T prompt tokens, R prompts, N prompt vectors, M of them that blocks follow, S tokens of all blocks, C blocks, I tokens of blocks that are read, D hidden size,
+L levels, K codes of a level.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     Raises: ValueError where a block is no whole number of items, or sees more items than its prompt has.
     """
     vocabulary = generator.vocabulary
-    levels, begin = vocabulary.levels, len(vocabulary.layout.begin)
+    levels, begin, shape = vocabulary.levels, len(vocabulary.layout.begin), generator.prompt_shape
     lengths_C = blocks.offsets_C1.diff()
-    items_R = (offsets_R1.diff() - begin) // levels
+    items_R = (offsets_R1.diff() - begin) // shape.tokens_per_item
     wrong_C = (lengths_C < levels) | (lengths_C % levels != 0) | (blocks.items_C < 0) | (blocks.items_C > items_R[blocks.prompts_C])
     if bool(wrong_C.any()) or bool((blocks.prompts_C.diff() < 0).any()):
         raise ValueError(
             f"{int(wrong_C.sum())} of {len(lengths_C)} blocks are no whole items of {levels} tokens or see more items than their prompt has, or prompts do not ascend: "
             "give each block at least one item, and the blocks in the order of their prompts"
         )
-    x_ND, places_R1 = generator.embed(tokens_T), offsets_R1
+    x_ND, places_R1 = generator.prompt_vectors(tokens_T, offsets_R1)
     begins_C = places_R1[blocks.prompts_C]
-    seen_C = begin + blocks.items_C * levels
+    seen_C = begin + blocks.items_C * shape.places_per_item
     read_S = torch.ones(len(blocks.tokens_S), dtype=torch.bool, device=tokens_T.device)
     read_S[blocks.offsets_C1[1:] - 1] = False  # nothing is predicted from a block's last token
     block_S = torch.arange(len(lengths_C), device=tokens_T.device).repeat_interleave(lengths_C)
@@ -67,13 +68,25 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     cos, sin = generator.rotation(torch.cat([positions_N, positions_I]))
     many = len(x_ND)
     x = torch.cat([x_ND, generator.embed(blocks.tokens_S[read_S])])
-    for layer in generator.layers:
+    *earlier, last = generator.layers
+    for layer in earlier:
         q, k, v = layer.project(x, cos, sin)
         prompts = jagged_attention(q[:many], k[:many], v[:many], places_R1)
         x = layer.finish(x, torch.cat([prompts, target_attention(q[many:], k[many:], v[many:], k[:many], v[:many], spans)]))
-    last_C = begins_C + seen_C - 1
+    # Of the prompts the last layer is asked only at the places that a block follows.
+    asked_M, which_C = torch.unique(begins_C + seen_C - 1, return_inverse=True)
+    begin_M = places_R1[torch.searchsorted(places_R1, asked_M, right=True) - 1]
+    k, v = last.keys_values(x, cos, sin)
+    rows = torch.cat([asked_M, torch.arange(many, len(x), device=x.device)])
+    alone = TargetSpans(torch.arange(len(asked_M) + 1, device=x.device), begin_M, asked_M)
+    q = last.queries(x[rows], cos[rows], sin[rows])
+    outputs = [
+        target_attention(q[: len(asked_M)], k[asked_M], v[asked_M], k[:many], v[:many], alone),
+        target_attention(q[len(asked_M) :], k[many:], v[many:], k[:many], v[:many], spans),
+    ]
+    x = last.finish(x[rows], torch.cat(outputs))
     # A block's first token is predicted from its prompt, every other from the one before it.
-    rows_S = torch.where(within_S == 0, last_C[block_S], many + (read_S.cumsum(0) - 1).roll(1))
+    rows_S = torch.where(within_S == 0, which_C[block_S], len(asked_M) + (read_S.cumsum(0) - 1).roll(1))
     hidden_SD: Tensor = generator.model.norm(x[rows_S])
     return hidden_SD
 
@@ -86,12 +99,12 @@ def target_counts(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     if not generator.config.seen_bias:
         return None
     vocabulary = generator.vocabulary
-    levels = vocabulary.levels
+    levels, stride = vocabulary.levels, generator.prompt_shape.tokens_per_item
     firsts_L = torch.tensor([vocabulary.first(each) for each in range(levels)], device=tokens_T.device)
     inside_T = torch.ones(len(tokens_T), dtype=torch.bool, device=tokens_T.device)
     inside_T[offsets_R1[:-1]] = False
-    codes_NL = tokens_T[inside_T].view(-1, levels) - firsts_L
-    offsets_items_R1 = (offsets_R1 - torch.arange(len(offsets_R1), device=tokens_T.device)) // levels
+    codes_NL = tokens_T[inside_T].view(-1, stride)[:, :levels] - firsts_L
+    offsets_items_R1 = (offsets_R1 - torch.arange(len(offsets_R1), device=tokens_T.device)) // stride
     items_C = blocks.offsets_C1.diff() // levels
     block_of = torch.arange(len(items_C), device=tokens_T.device).repeat_interleave(items_C)
     targets = blocks.tokens_S.view(-1, levels) - firsts_L

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from alignment_world import IntArray, PopularityTeacher, RankTeacher, World, load, popularity_of
+from alignment_world import IntArray, PopularityTeacher, RankTeacher, World, ease, load, popularity_of, transitions, truncated_svd
 from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
 
 from semantide.services.training.aligner import Aligner, AlignState
@@ -215,10 +215,10 @@ def quality(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     )
     gains: dict[str, list[float]] = {}
     stopped = {"no_gate": 0, "neither": 0}
+    teacher, judge = RankTeacher([ease(world.dataset), transitions(world.dataset)], world.dataset), RankTeacher([truncated_svd(world.dataset)], world.dataset)
+    items_only = PopularityTeacher(popularity_of(world.dataset), teacher)
     for seed in range(1 if options.quick else options.seeds):
         supervised = world.generator(seed)
-        teacher, judge = RankTeacher(world.retriever(seed + 100), len(world.catalog) // 5), RankTeacher(world.sasrec(seed + 200), len(world.catalog) // 5)
-        items_only = PopularityTeacher(popularity_of(world.dataset), teacher)
         for name, reward, base, changes in (
             ("grpo_sr", teacher, "grpo-sr", {}),
             ("items_only", items_only, "grpo-sr", {}),

@@ -1,7 +1,9 @@
 """What the benchmark of alignment stands on: public histories, a generator trained on them, and teachers that say what users would prefer.
 
-MovieLens and Amazon have no feedback but what was taken, so preference comes from models of another kind, trained on the same training part: an HSTU retriever (the reward) and a
-SASRec with another loss (the judge). How far their rank of an item is from the top is what a rollout is worth.
+MovieLens and Amazon have no feedback but what was taken, so preference comes from models of another kind, fitted to the same training part in closed form: the reward from EASE and
+from a linear map of the recent past to what comes next, the judge from a truncated SVD. How far an item is from the top of their rankings is what a rollout is worth.
+Legend: N items, U users, R histories, B groups of G rollouts.
+Source: Steck, Embarrassingly Shallow Autoencoders (WWW 2019); Choi et al., Session-aware Linear Item-Item Models (WWW 2021); Cremonesi et al., PureSVD (RecSys 2010).
 """
 
 from __future__ import annotations
@@ -19,26 +21,22 @@ import numpy as np
 import numpy.typing as npt
 import public_data
 import torch
+from scipy import sparse
+from sklearn.utils.extmath import randomized_svd
 
 from semantide.services.tokenization.spelling import build
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import cases_of, evaluate
 from semantide.services.training.held_out import popularity_percentiles
 from semantide.services.training.initialisation import begin_at_codebooks
-from semantide.services.training.objective import NextItem, NextToken, Objective
-from semantide.services.training.rankers import GeneratorRanker, Ranker, RetrieverRanker, SASRecRanker
+from semantide.services.training.objective import NextToken, Objective
+from semantide.services.training.rankers import GeneratorRanker, Ranker
 from semantide.services.training.recipes import TrainConfig, recipe
-from semantide.services.training.retrieval_objective import NextItemSampled
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.shared.catalog import Catalog
 from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.search_trie import SearchTrie
-from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.item_table import LocalTable
-from semantide.shared.models.retriever import Retriever
-from semantide.shared.models.retriever_search import states
-from semantide.shared.models.sasrec import SASRec
 from semantide.shared.models.tokenizer import TokenizerConfig
 from semantide.shared.rollouts import Rollouts, Scores
 
@@ -54,14 +52,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "generator": {**_SHAPE, "seen_bias": True, "dropout": 0.2, "embedding_dropout": 0.1}, "max_items": 50, "crop": "cover", "items_per_batch": 1024, "learning_rate": 3e-3,
             "warmup_steps": 50, "epochs": 40, "patience": 4, "evaluate_every": 2, "valid_users": 0, "valid_beam_width": 50,
         },
-        "retriever": {
-            "retriever": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.3, "embedding_dropout": 0.3, "time_buckets": 0, "initializer_range": 0.05}, "crop": "cover",
-            "max_items": 50, "items_per_batch": 1024, "learning_rate": 3e-3, "num_negatives": 0, "epochs": 40, "patience": 4, "evaluate_every": 2, "valid_users": 0, "warmup_steps": 50,
-        },
-        "sasrec": {
-            "sasrec": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "feedforward_size": 128, "dropout": 0.3, "embedding_dropout": 0.3}, "max_items": 50, "crop": "cover",
-            "items_per_batch": 1024, "learning_rate": 2e-3, "epochs": 40, "patience": 4, "evaluate_every": 2, "valid_users": 0, "warmup_steps": 50,
-        },
     },
     "beauty": {
         "tokenizer": TokenizerConfig(level_sizes=(256, 256), content_weight=0.7),
@@ -69,15 +59,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "generator": {**_SHAPE, "seen_bias": True, "dropout": 0.2, "embedding_dropout": 0.1, "tie_word_embeddings": False, "initializer_range": 0.06}, "max_items": 30,
             "items_per_batch": 768, "learning_rate": 3e-3, "label_smoothing": 0.02, "codebook_share": 0.7, "skip_rate": 0.2, "epochs": 26, "patience": 3, "evaluate_every": 2,
             "valid_users": 3000, "warmup_steps": 200,
-        },
-        "retriever": {
-            "retriever": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.3, "embedding_dropout": 0.3, "time_buckets": 0, "initializer_range": 0.05},
-            "max_items": 50, "items_per_batch": 1024, "learning_rate": 2e-3, "num_negatives": 1500, "epochs": 27, "patience": 3, "evaluate_every": 3, "valid_users": 3000,
-        },
-        "sasrec": {
-            "sasrec": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "feedforward_size": 64, "dropout": 0.3, "embedding_dropout": 0.3, "initializer_range": 0.125},
-            "max_items": 50, "items_per_batch": 1024, "learning_rate": 3e-3, "num_negatives": 1500, "weight_decay": 0.0, "epochs": 27, "patience": 3, "evaluate_every": 3,
-            "valid_users": 3000, "warmup_steps": 0,
         },
     },
 }  # fmt: skip
@@ -116,8 +97,7 @@ class World:
         """Spell the items."""
         settings = SETTINGS[name]
         short: dict[str, Any] = {"epochs": 3, "valid_users": 100, "evaluate_every": 1} if quick else {}
-        bases = {"generator": "tiny", "retriever": "retriever-small", "sasrec": "sasrec"}
-        configs = {kind: recipe(base, {**settings[kind], **short}) for kind, base in bases.items()}
+        configs = {"generator": recipe("tiny", {**settings["generator"], **short})}
         spelled = build(dataset, replace(settings["tokenizer"], iterations=5) if quick else settings["tokenizer"], seed=0)
         return cls(name, dataset, spelled.catalog, SearchTrie.build(spelled.catalog.trie), configs, list(spelled.tokenizer.codes.codebooks))
 
@@ -137,39 +117,6 @@ class World:
         ranker = GeneratorRanker(model, self.catalog.trie, self.catalog.codes, np.arange(len(self.catalog)), config.max_items, config.valid_beam_width)
         self._train(config, NextToken(model, tokens, config), ranker, seed)
         return model
-
-    def retriever(self, seed: int) -> Logits:
-        """The reward's model."""
-        torch.manual_seed(seed)
-        config = self.configs["retriever"]
-        model = Retriever(replace(config.retriever, max_items=config.max_items))
-        rows = np.arange(len(self.catalog))
-        table = LocalTable(
-            len(rows), config.retriever.hidden_size, optimiser=config.table_optimiser, std=config.retriever.initializer_range, beta2=config.beta2, seed=seed
-        )
-        counts = torch.bincount(torch.from_numpy(np.concatenate([*self.dataset.train_histories()]).astype(np.int64)), minlength=len(rows))
-        self._train(config, NextItemSampled(model, table, counts, config), RetrieverRanker(model, table.read, rows, config.max_items), seed)
-        vectors_ND = model.scored(table.read(torch.from_numpy(rows)))
-
-        @torch.inference_mode()
-        def logits(histories: list[IntArray]) -> torch.Tensor:
-            return states(model, histories, [None] * len(histories), table.read, config.max_items) @ vectors_ND.T
-
-        return logits
-
-    def sasrec(self, seed: int) -> Logits:
-        """The judge's model."""
-        torch.manual_seed(seed)
-        config = self.configs["sasrec"]
-        model = SASRec(replace(config.sasrec, num_items=len(self.catalog), max_items=config.max_items))
-        self._train(config, NextItem(model, config), SASRecRanker(model, np.arange(len(self.catalog)), config.max_items), seed)
-
-        @torch.inference_mode()
-        def logits(histories: list[IntArray]) -> torch.Tensor:
-            packed = Jagged.from_sequences(np.concatenate([[-1], history[-config.max_items :]]) for history in histories)
-            return model.eval().logits(model(packed.values, packed.offsets_B1)[packed.last_rows_B()])
-
-        return logits
 
     def _train(self, config: TrainConfig, objective: Objective, ranker: Ranker, seed: int) -> None:
         valid, begin = cases_of(self.dataset, "valid", config.valid_users or None, seed=0), time.monotonic()
@@ -194,22 +141,74 @@ class World:
             ).run()
 
 
-class RankTeacher:
-    """Prefers what a model ranks high: 1 for its first item, and 0 for its last, by the logarithm of the rank. The gate is open for its ``relevant`` first items of all."""
+def taken(dataset: Dataset) -> sparse.csr_matrix:
+    """Whether a user took an item in the training part: [U, N]."""
+    histories = [np.unique(history) for history in dataset.train_histories()]
+    rows, columns = np.repeat(np.arange(len(histories)), [len(history) for history in histories]), np.concatenate(histories)
+    return sparse.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(len(histories), len(dataset.item_ids)))
 
-    def __init__(self, logits: Logits, relevant: int) -> None:
-        self._logits, self._relevant = logits, relevant
+
+def ease(dataset: Dataset, penalty: float = 300.0) -> Logits:
+    """Every item of a history votes for every item, whatever its place."""
+    num_items, table_UN = len(dataset.item_ids), taken(dataset)
+    gram_NN = (table_UN.T @ table_UN).toarray().astype(np.float64)
+    gram_NN[np.diag_indices(num_items)] += penalty
+    inverse_NN = np.linalg.inv(gram_NN)
+    weights_NN = (-inverse_NN / np.diag(inverse_NN)).astype(np.float32)
+    weights_NN[np.diag_indices(num_items)] = 0
+    return lambda histories: torch.from_numpy(np.stack([weights_NN[history].sum(0) for history in histories]))
+
+
+def transitions(dataset: Dataset, *, past: int = 50, ahead: int = 5, decay: float = 10.0, penalty: float = 30.0) -> Logits:
+    """What comes next, linear in what came before, the more recent the heavier."""
+    num_items = len(dataset.item_ids)
+    gram_NN, cross_NN = np.zeros((num_items, num_items)), np.zeros((num_items, num_items))
+    for history in dataset.train_histories():
+        apart_TT = np.arange(len(history))[:, None] - np.arange(len(history))
+        before_TT = np.where((apart_TT > 0) & (apart_TT <= past), np.exp(-(apart_TT - 1) / decay), 0)
+        after_TT = np.where((apart_TT <= 0) & (apart_TT > -ahead), np.exp(apart_TT * 2 / ahead), 0)
+        np.add.at(gram_NN, np.ix_(history, history), before_TT.T @ before_TT)
+        np.add.at(cross_NN, np.ix_(history, history), before_TT.T @ after_TT)
+    gram_NN[np.diag_indices(num_items)] += penalty
+    weights_NN = np.linalg.solve(gram_NN, cross_NN).astype(np.float32)
+
+    def logits(histories: list[IntArray]) -> torch.Tensor:
+        recent = [history[-past:] for history in histories]
+        return torch.from_numpy(np.stack([np.exp(-np.arange(len(own))[::-1] / decay).astype(np.float32) @ weights_NN[own] for own in recent]))
+
+    return logits
+
+
+def truncated_svd(dataset: Dataset, size: int = 32) -> Logits:
+    """Items that lie near a history in the space of the largest singular vectors."""
+    right_KN = randomized_svd(taken(dataset), size, random_state=0)[2].astype(np.float32)
+    return lambda histories: torch.from_numpy(np.stack([right_KN[:, history].sum(1) @ right_KN for history in histories]))
+
+
+class RankTeacher:
+    """Prefers what its models rank high: 1 for what all of them have first, 0 for what they have last, by the logarithm of the rank. The gate is open for what ranks, in the mean,
+    before all but a twentieth of the items that ended the training histories."""
+
+    def __init__(self, models: list[Logits], dataset: Dataset) -> None:
+        self._models = models
+        histories = [history.astype(np.int64) for history in dataset.train_histories() if len(history) > 1]
+        last = np.concatenate([self._closeness([history[:-1]], history[-1:, None])[0] for history in histories[:500]])
+        self._open = float(np.quantile(last, 0.05))
+
+    def _closeness(self, histories: list[IntArray], items_BG: IntArray) -> npt.NDArray[np.float32]:
+        parts = []
+        for model in self._models:
+            logits_RN = model(histories).float()
+            own = torch.from_numpy(items_BG)
+            ranks = torch.searchsorted(-logits_RN.sort(1, descending=True).values, -logits_RN.gather(1, own))
+            parts.append(1 - torch.log1p(ranks.float()) / np.log1p(logits_RN.shape[1]))
+        return torch.stack(parts).mean(0).clamp(0, 1).numpy()
 
     def score(self, rollouts: Rollouts) -> Scores:
         """See ``Scorer``."""
-        logits_RN = self._logits([rollouts.history(group) for group in range(len(rollouts))]).float()
         valid = rollouts.items_BG >= 0
-        own = torch.from_numpy(np.where(valid, rollouts.items_BG, 0))
-        ranks = torch.searchsorted(-logits_RN.sort(1, descending=True).values, -logits_RN.gather(1, own))
-        many = logits_RN.shape[1]
-        preference = (1 - torch.log1p(ranks.float()) / np.log1p(many)).clamp(0, 1).numpy() * valid
-        relevance = -ranks.float().numpy()
-        return Scores(preference.astype(np.float32), relevance, valid & (ranks.numpy() < self._relevant), valid)
+        closeness = self._closeness([rollouts.history(group) for group in range(len(rollouts))], np.where(valid, rollouts.items_BG, 0))
+        return Scores((closeness * valid).astype(np.float32), closeness, valid & (closeness >= self._open), valid)
 
 
 class PopularityTeacher:

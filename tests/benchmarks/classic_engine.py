@@ -52,6 +52,10 @@ class ClassicDecoder:
         layer = 2 * config.num_kv_heads * config.head_dim * self.generator.head_VD.element_size()
         return layer * (config.num_layers + 1) * (prompt_tokens + len(self.level_sizes) - 1) * width
 
+    def places(self, prompt_tokens: int) -> int:
+        """Every token is one."""
+        return prompt_tokens
+
     @torch.inference_mode()
     def begin(self, tokens_T: Tensor, offsets_R1: Tensor) -> tuple[Tensor, ClassicState]:
         """Read the prompts; see ``StepModel``."""

@@ -35,7 +35,7 @@ class Objects:
 
     def __init__(self, jobs: int, nodes: int, seed: int) -> None:
         rng = random.Random(seed)
-        self.cache, self.now, self._version = ObjectCache(), 1_800_000_000.0, 0
+        self.cache, self.now, self._version = ObjectCache(lambda: self.now), 1_800_000_000.0, 0
         self.settings = OperatorSettings(profile="ascend")
         for at in range(nodes):
             capacity = {RESOURCE: "8", "cpu": "96", "memory": "700Gi", "pods": "110"}

@@ -2,8 +2,12 @@
 
 A faithful simulation of queues with measured times: a real serving process answers requests of several widths and history lengths, first visits and second ones
 (the prompt of a known user is kept), and the processor time it took is what the simulated replicas take. Each replica works on one request after the other. The choice is
-the product's own code (``services/serving/replicas.py``), which sees what the router sees: body and work under way, not the time that a request will take.
-Traffic: a few users ask for much (Zipf), histories as long as KuaiRand's / 50, some wide searches; the same arrivals for every policy. Queue: requests that wait or run, over time.
+the product's own code (``services/serving/replicas.py``), which sees what the router sees: bodies, when it was given what and when that was answered, and the answers' ``history_items``; not the time that
+a request will take. Traffic: a few users ask for much (Zipf), histories as long as KuaiRand's / 50, some wide searches; the same arrivals for every policy. Queue: requests that wait or run, over time.
+"all times known" is no router but what one could reach that knew every time beforehand and every prompt that is kept: fewest requests first, then the earliest end.
+
+``--utilisation`` is the share of time that replicas would be busy if all prompts were new. Since most are kept, they are busy for less: at 0.95 for 0.55, and then the longest queue over the mean one cannot be less than
+1 / 0.55, for somebody has a request nearly always. The second table is at a load at which round robin keeps its replicas 85 % busy.
 
     python tests/benchmarks/service_balance.py [--quick] [--json] [--replicas 16] [--utilisation 0.95] [--data FOLDER]
 
@@ -13,6 +17,7 @@ Before anything is measured, the router in front of two real processes must give
 from __future__ import annotations
 
 import argparse
+import hashlib
 import heapq
 import json
 import os
@@ -27,7 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from kuairand_lengths import kuairand_lengths
@@ -35,7 +40,7 @@ from machine import machine
 from serving_process import KEY, ServingProcess
 from shop import open_shop
 
-from semantide.services.serving.replicas import Asked, Replicas
+from semantide.services.serving.replicas import Asked, Given, Replicas
 from semantide.shared.broker import free_port
 from semantide.shared.version import code_version
 
@@ -76,6 +81,7 @@ class Outcome:
     p99: float
     mean: float
     kept_share: float
+    busy: float
 
     @property
     def imbalance(self) -> float:
@@ -83,15 +89,34 @@ class Outcome:
         return self.most_queue / self.mean_queue
 
 
-Choose = Callable[[int, Request, list[int], list[float]], int]
+@dataclass
+class Cluster:
+    """Simulated replicas: when each has ended what it has, the requests that each has, and the users whose prompts each keeps."""
+
+    free_at: list[float]
+    held: list[int]
+    prompts: list[OrderedDict[str, None]]
+    times: Times
+    now: float = 0.0
 
 
-def simulate(requests: list[Request], replicas: int, times: Times, choose: Choose) -> Outcome:
-    """Send every request where ``choose`` says (number, request, requests and estimated work under way of each replica)."""
-    free_at, held, work = [0.0] * replicas, [0] * replicas, [0.0] * replicas
+class Policy(Protocol):
+    """Who decides."""
+
+    def choose(self, number: int, request: Request, cluster: Cluster) -> int:
+        """The replica for a request; only "all times known" looks at more of the cluster than ``held`` and ``now``."""
+
+    def ended(self, number: int, request: Request, now: float) -> None:
+        """A request was answered."""
+
+
+def simulate(requests: list[Request], replicas: int, times: Times, policy: Policy) -> Outcome:
+    """Send every request where ``policy`` says."""
+    free_at, held = [0.0] * replicas, [0] * replicas
     prompts: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(replicas)]
-    ends: list[tuple[float, int, float]] = []
-    now, queue_time, most_time = 0.0, 0.0, 0.0
+    cluster = Cluster(free_at, held, prompts, times)
+    ends: list[tuple[float, int, int]] = []
+    now, queue_time, most_time, busy = 0.0, 0.0, 0.0, 0.0
     took: list[float] = []
     kept_count = answered = 0
 
@@ -104,62 +129,90 @@ def simulate(requests: list[Request], replicas: int, times: Times, choose: Choos
     def finish(moment: float) -> None:
         nonlocal answered
         while ends and ends[0][0] <= moment:
-            end, place, cost = heapq.heappop(ends)
+            end, number, place = heapq.heappop(ends)
             until(end)
             held[place] -= 1
-            work[place] = work[place] - cost if held[place] else 0.0
+            policy.ended(number, requests[number], end)
             answered += 1
 
     for number, request in enumerate(requests):
         finish(request.arrival)
         until(request.arrival)
-        place = choose(number, request, held, work)
+        cluster.now = now
+        place = policy.choose(number, request, cluster)
         kept = request.user in prompts[place]
         prompts[place][request.user] = None
         prompts[place].move_to_end(request.user)
         if len(prompts[place]) > USERS_KEPT:
             prompts[place].popitem(last=False)
-        end = max(now, free_at[place]) + times.of(request, kept)
+        seconds = times.of(request, kept)
+        end = max(now, free_at[place]) + seconds
         free_at[place] = end
         held[place] += 1
-        work[place] += request.asked.work
-        heapq.heappush(ends, (end, place, request.asked.work))
+        busy += seconds
+        heapq.heappush(ends, (end, number, place))
         took.append(end - request.arrival)
         kept_count += kept
     finish(float("inf"))
     assert answered == len(requests) and not any(held), "a request was lost or answered twice"
-    return Outcome(queue_time / now / replicas, most_time / now, float(np.quantile(took, 0.99)), statistics.fmean(took), kept_count / len(requests))
+    return Outcome(
+        queue_time / now / replicas, most_time / now, float(np.quantile(took, 0.99)), statistics.fmean(took), kept_count / len(requests), busy / now / replicas
+    )
 
 
-def policies(replicas: int) -> dict[str, Choose]:
+class Router:
+    """The product's own choice."""
+
+    def __init__(self, replicas: int) -> None:
+        self._known = Replicas()
+        self._places = {replica.address: place for place, replica in enumerate(self._known.set(f"10.0.0.{number}:8000" for number in range(replicas)))}
+        for replica in self._known:
+            replica.ready = True
+        self._given: dict[int, Given] = {}
+
+    def choose(self, number: int, request: Request, cluster: Cluster) -> int:
+        replica = self._known.choose(request.asked, cluster.now)
+        assert replica is not None
+        self._given[number] = self._known.begin(replica, request.asked, cluster.now)
+        return self._places[replica.address]
+
+    def ended(self, number: int, request: Request, now: float) -> None:
+        self._known.end(self._given.pop(number), now, request.items)
+
+
+class Simple:
+    """A rule without a memory."""
+
+    def __init__(self, rule: Callable[[int, Request, Cluster], int]) -> None:
+        self.choose = rule
+
+    def ended(self, number: int, request: Request, now: float) -> None:
+        pass
+
+
+def by_hash(_: int, request: Request, cluster: Cluster) -> int:
+    """Always the user's own replica."""
+    return int(hashlib.blake2b(request.user.encode(), digest_size=8).hexdigest(), 16) % len(cluster.held)
+
+
+def all_known(_: int, request: Request, cluster: Cluster) -> int:
+    """The earliest end among those with the fewest requests."""
+    fewest = min(cluster.held)
+
+    def end(place: int) -> float:
+        return max(cluster.now, cluster.free_at[place]) + cluster.times.of(request, request.user in cluster.prompts[place])
+
+    return min((place for place, held in enumerate(cluster.held) if held == fewest), key=end)
+
+
+def policies(replicas: int) -> dict[str, Policy]:
     """Ours and those that it is compared with."""
-    known = Replicas()
-    places = {replica.address: place for place, replica in enumerate(known.set(f"10.0.0.{number}:8000" for number in range(replicas)))}
-    in_place = sorted(known, key=lambda replica: places[replica.address])
-    for replica in known:
-        replica.ready = True
-    idle = Replicas(slack=1e9)
-    idle.set(places)
-    for replica in idle:
-        replica.ready = True
-
-    def ours(_: int, request: Request, held: list[int], work: list[float]) -> int:
-        for replica, count, under_way in zip(in_place, held, work, strict=True):
-            replica.requests, replica.work = count, under_way
-        chosen = known.choose(request.asked)
-        assert chosen is not None
-        return places[chosen.address]
-
-    def by_hash(_: int, request: Request, held: list[int], work: list[float]) -> int:
-        chosen = idle.choose(request.asked)
-        assert chosen is not None
-        return places[chosen.address]
-
     return {
-        "router": ours,
-        "round robin": lambda number, *_: number % replicas,
-        "user's hash": by_hash,
-        "fewest requests": lambda _, __, held, ___: held.index(min(held)),
+        "router": Router(replicas),
+        "round robin": Simple(lambda number, *_: number % replicas),
+        "user's hash": Simple(by_hash),
+        "fewest requests": Simple(lambda _, __, cluster: cluster.held.index(min(cluster.held))),
+        "all times known": Simple(all_known),
     }
 
 
@@ -261,45 +314,67 @@ def main() -> int:
     options = parser.parse_args()
     times, added, wrong = measure_times(options)
     count, seeds = (4_000, 3) if options.quick else (40_000, 5)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in policies(options.replicas)}
-    for seed in range(seeds):
-        requests = traffic(count, options.replicas, options.utilisation, times, options.data, seed)
-        for name, choose in policies(options.replicas).items():
-            outcomes[name].append(simulate(requests, options.replicas, times, choose))
+    loads = {"": options.utilisation, "_loaded": busy_share(times, count, options)}
+    tables = {name: compare(times, count, seeds, utilisation, options) for name, utilisation in loads.items()}
 
-    def middle(name: str, figure: str) -> float:
-        return statistics.median(getattr(outcome, figure) for outcome in outcomes[name])
+    def middle(load: str, name: str, figure: str) -> float:
+        return statistics.median(getattr(outcome, figure) for outcome in tables[load][name])
 
-    ratios = [round_robin.imbalance / ours.imbalance for ours, round_robin in zip(outcomes["router"], outcomes["round robin"], strict=True)]
-    late = [round_robin.p99 / ours.p99 for ours, round_robin in zip(outcomes["router"], outcomes["round robin"], strict=True)]
-    queue = [round_robin.most_queue / ours.most_queue for ours, round_robin in zip(outcomes["router"], outcomes["round robin"], strict=True)]
-    lower = {"unit": "ratio", "better": "higher", "baseline": "round robin, same arrivals", "runs": seeds}
-    measures = {
-        "queue_imbalance_lower": {"value": statistics.median(ratios), "at_least": 2.0, "aim": 5.0, **lower},
-        "longest_queue_lower": {"value": statistics.median(queue), "at_least": 2.0, "aim": 5.0, **lower},
-        "p99_lower": {"value": statistics.median(late), "at_least": 1.0, "aim": 2.0, **lower},
+    def lower(load: str, figure: str, of: str = "router") -> float:
+        ours, others = tables[load][of], tables[load]["round robin"]
+        return statistics.median(getattr(other, figure) / getattr(own, figure) for own, other in zip(ours, others, strict=True))
+
+    measures: dict[str, dict[str, Any]] = {}
+    for load in tables:
+        for name, figure, least, aim in (("queue_imbalance", "imbalance", 2.0, 5.0), ("longest_queue", "most_queue", 2.0, 5.0), ("p99", "p99", 1.0, 2.0)):
+            measures[f"{name}_lower{load}"] = {
+                "value": lower(load, figure), "unit": "ratio", "better": "higher", "baseline": "round robin, same arrivals", "at_least": least, "aim": aim,
+                "all_times_known": lower(load, figure, "all times known"), "runs": seeds,
+            }  # fmt: skip
+    measures |= {
         "kept_prompts": {
-            "value": middle("router", "kept_share"), "unit": "share", "better": "higher", "baseline": "user's hash",
-            "at_least": middle("round robin", "kept_share"), "aim": middle("user's hash", "kept_share"), "runs": seeds,
+            "value": middle("", "router", "kept_share"), "unit": "share", "better": "higher", "baseline": "user's hash",
+            "at_least": middle("", "round robin", "kept_share"), "aim": middle("", "user's hash", "kept_share"), "runs": seeds,
         },
         "router_adds_ms": {"value": 1000 * added, "unit": "ms", "better": "lower", "baseline": "the replica asked straight", "at_least": 5.0, "aim": 1.0, "runs": 24},
     }  # fmt: skip
     if options.json:
         print(json.dumps({"benchmark": "service_balance", "commit": code_version(), "machine": machine(), "measures": measures}))
-    else:
-        for width in WIDTHS:
+        return 1 if wrong else 0
+    for width in WIDTHS:
+        print(
+            f"width {width}: ms of a first visit by items {dict(zip(times.items, (round(1e3 * each, 1) for each in times.first[width]), strict=True))}, again {[round(1e3 * each, 1) for each in times.again[width]]}"
+        )
+    for load, utilisation in loads.items():
+        print(f"{options.replicas} replicas, {100 * utilisation:.0f} % busy if all prompts were new, {count} requests, median of {seeds} seeds")
+        print(f"{'policy':<16}{'busy':>7}{'mean queue':>11}{'longest':>9}{'imbalance':>11}{'mean ms':>9}{'p99 ms':>9}{'kept':>7}")
+        for name in tables[load]:
+            figures = [middle(load, name, figure) for figure in ("busy", "mean_queue", "most_queue", "imbalance", "mean", "p99", "kept_share")]
             print(
-                f"width {width}: ms of a first visit by items {dict(zip(times.items, (round(1e3 * each, 1) for each in times.first[width]), strict=True))}, again {[round(1e3 * each, 1) for each in times.again[width]]}"
+                f"{name:<16}{figures[0]:>7.2f}{figures[1]:>11.2f}{figures[2]:>9.2f}{figures[3]:>11.2f}{1e3 * figures[4]:>9.1f}{1e3 * figures[5]:>9.1f}{figures[6]:>7.2f}"
             )
-        print(f"{options.replicas} replicas, {100 * options.utilisation:.0f} % busy with new prompts, {count} requests, median of {seeds} seeds")
-        print(f"{'policy':<16}{'mean queue':>11}{'longest':>9}{'imbalance':>11}{'mean ms':>9}{'p99 ms':>9}{'kept':>7}")
-        for name in outcomes:
-            figures = [middle(name, figure) for figure in ("mean_queue", "most_queue", "imbalance", "mean", "p99", "kept_share")]
-            print(f"{name:<16}{figures[0]:>11.2f}{figures[1]:>9.2f}{figures[2]:>11.2f}{1e3 * figures[3]:>9.1f}{1e3 * figures[4]:>9.1f}{figures[5]:>7.2f}")
-        for name, each in measures.items():
-            print(f"{name}: {each['value']:.2f} (at least {each['at_least']:.2f}, aim {each['aim']:.2f})")
-        print(f"answers that differ between the router and its replicas: {wrong}")
+    for name, each in measures.items():
+        known = f"; with all times known {each['all_times_known']:.2f}" if "all_times_known" in each else ""
+        print(f"{name}: {each['value']:.2f} (at least {each['at_least']:.2f}, aim {each['aim']:.2f}{known})")
+    print(f"answers that differ between the router and its replicas: {wrong}")
     return 1 if wrong else 0
+
+
+def compare(times: Times, count: int, seeds: int, utilisation: float, options: argparse.Namespace) -> dict[str, list[Outcome]]:
+    """What every policy makes of the same arrivals, seed by seed."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in policies(options.replicas)}
+    for seed in range(seeds):
+        requests = traffic(count, options.replicas, utilisation, times, options.data, seed)
+        for name, policy in policies(options.replicas).items():
+            outcomes[name].append(simulate(requests, options.replicas, times, policy))
+    return outcomes
+
+
+def busy_share(times: Times, count: int, options: argparse.Namespace) -> float:
+    """The utilisation, in terms of new prompts, at which round robin's replicas are busy 85 % of the time: its kept prompts do not depend on the load."""
+    requests = traffic(count, options.replicas, options.utilisation, times, options.data, 0)
+    outcome = simulate(requests, options.replicas, times, policies(options.replicas)["round robin"])
+    return 0.85 * options.utilisation / outcome.busy
 
 
 if __name__ == "__main__":

@@ -141,6 +141,36 @@ def test_the_collector_s_pipelines_name_what_it_has() -> None:
         assert {name for names in pipeline.values() for name in names} <= known
 
 
+# Settings that the collector knows, of the components which are used here. Source: its release 0.140, each component's config.schema.yaml.
+COLLECTOR: dict[str, Any] = {
+    "receivers": {"otlp": {"protocols": {"grpc": {"endpoint": str}, "http": {"endpoint": str}}}},
+    "processors": {"batch": {"timeout": str, "send_batch_size": int}, "memory_limiter": {"check_interval": str, "limit_mib": int, "spike_limit_mib": int}},
+    "connectors": {"spanmetrics": {"namespace": str, "dimensions": list, "histogram": {"unit": str, "explicit": {"buckets": list}}}},
+    "exporters": {"prometheus": {"endpoint": str, "namespace": str}, "debug": {"verbosity": str}},
+    "service": {"telemetry": {"metrics": {"level": str}}, "pipelines": dict},
+}
+
+
+def unknown(settings: Any, known: Any, path: str = "") -> list[str]:
+    """Where settings say what is not known, or with the wrong type."""
+    if not isinstance(known, dict):
+        return [] if isinstance(settings, known) else [path]
+    if not isinstance(settings, dict):
+        return [path]
+    return [each for name, value in settings.items() for each in (unknown(value, known[name], f"{path}/{name}") if name in known else [f"{path}/{name}"])]
+
+
+def test_the_collector_knows_its_settings() -> None:
+    config = yaml.safe_load((REPOSITORY / "docker" / "collector.yaml").read_text())
+    assert unknown(config, COLLECTOR) == []
+    config["exporters"]["prometheus"]["endpont"] = 1
+    assert unknown(config, COLLECTOR) == ["/exporters/prometheus/endpont"]
+    histogram = config["connectors"]["spanmetrics"]["histogram"]
+    # Other units are refused, and a bucket is a duration.
+    assert histogram["unit"] in ("ms", "s") and all(re.fullmatch(r"\d+(\.\d+)?(ms|s|m)", bucket) for bucket in histogram["explicit"]["buckets"])
+    assert config["service"]["telemetry"]["metrics"]["level"] in ("none", "basic", "normal", "detailed")
+
+
 def test_grafana_finds_prometheus_and_the_dashboard(compose: dict[str, Any]) -> None:
     provisioning = REPOSITORY / "docker" / "grafana"
     source = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"][0]

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
+from semantide.shared.contracts import ROOMS, RunJob
+from semantide.shared.queues import queue_name
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = REPOSITORY / "charts" / "semantide" / "files"
 Manifest = dict[str, Any]
@@ -152,6 +155,33 @@ def test_keda_counts_requests_and_jobs(render: Render) -> None:
     pods = re.compile(re.findall(r'pod=~"(.*?)"', queries["shop-semantide-api"][0])[0])
     assert pods.fullmatch("shop-semantide-api-5d9f8c7b6d-x2x4z")
     assert not pods.fullmatch("shop-semantide-api-serving-5d9f8c7b6d-x2x4z"), "another API's requests"
+
+
+def test_keda_counts_no_jobs_that_wait_for_npus_and_nothing_of_others(render: Render) -> None:
+    options = "autoscaler=keda,kedaPrometheusAddress=http://prometheus:9090,workers.training.maxReplicas=3,workers.negatives.maxReplicas=2"
+    router = "router.maxReplicas=4,servingReplicas.main.replicas.max=4"
+    scaled = of_kind(render("", "--set", f"{options},{router},settings.jobRunner=cluster"), "ScaledObject")
+    triggers = {name: each["spec"]["triggers"] for name, each in scaled.items()}
+    assert [trigger["type"] for trigger in triggers["shop-semantide-router"]] == ["cpu"], "nothing waits at a router"
+    for room in ("training", "negatives"):
+        ((query, kind),) = [(trigger["metadata"]["query"], trigger["type"]) for trigger in triggers[f"shop-semantide-worker-{room}"]]
+        assert kind == "prometheus" and "semantide_jobs_open" not in query
+        queues = re.compile(re.findall(r'queue=~"(.*?)"', query)[0])
+        assert queues.fullmatch(queue_name(RunJob, room))
+        assert not [other for other in ROOMS if other != room and queues.fullmatch(queue_name(RunJob, other))]
+    for each in of_kind(render("", "--set", options), "ScaledObject").values():
+        pods = re.compile(re.findall(r'pod=~"(.*?)"', each["spec"]["triggers"][0]["metadata"]["query"])[0])
+        assert pods.fullmatch("shop-semantide-api-5d9f8c7b6d-x2x4z") and pods.fullmatch("shop-semantide-api-serving-5d9f8c7b6d-x2x4z")
+        assert not pods.fullmatch("other-semantide-api-5d9f8c7b6d-x2x4z"), "another release's broker"
+
+
+def test_router_replicas_and_operator_are_watched() -> None:
+    titles = {title for title, _ in expressions()}
+    shown = {name for _, expression in expressions() for name in asked(expression)}
+    assert {"SemantideRouterFails", "SemantideReplicaTakesNothing", "SemantideServiceShort", "SemantideNoOperatorLeads"} <= titles
+    for name in made_metrics():
+        if name.startswith(("semantide_operator_", "semantide_routed_", "semantide_replica_")):
+            assert any(each.startswith(name) for each in shown), f"{name} is on no panel and in no alert"
 
 
 def test_a_budget_never_holds_up_a_single_replica(render: Render) -> None:

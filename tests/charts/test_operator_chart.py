@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
+from semantide.operators.pod_template import TEMPLATE_FIELDS, check_template
 from semantide.operators.resources import NPUJobSpec, NPUJobStatus, NPUServiceSpec, NPUServiceStatus
 from semantide.operators.settings import OperatorSettings
 
@@ -120,7 +121,8 @@ def test_no_secret_and_no_wildcard(render: Render) -> None:
     options = ("--set", "operatorClusterWide=true,operatorScheduler=volcano,operatorSettings.dynamicResources=true,operatorDeviceInfoNamespace=kube-system")
     found = rights(render, *options)
     assert not [right for right in found if "secrets" in right or "*" in right]
-    assert ("ClusterRole", "podgroups", "create") in found and ("ClusterRole", "resourceclaimtemplates", "create") in found
+    for resource in ("podgroups", "resourceclaimtemplates"):
+        assert {verb for _, of, verb in found if of == resource} == {"get", "create", "delete"}
     assert ("ClusterRole", "resourceslices", "list") in found
     assert ("Role", "configmaps", "list") in found
 
@@ -131,9 +133,15 @@ def test_every_verb_of_the_operator_is_allowed(render: Render) -> None:
     watched = {(resource, verb) for resource in ("npujobs", "npuservices", "pods", "nodes") for verb in ("list", "watch")}
     written = {("npujobs/status", "update"), ("npuservices/status", "update"), ("pods", "create"), ("pods", "patch"), ("pods", "delete"), ("pods", "get")}
     others = {
+        ("configmaps", "get"),
         ("configmaps", "create"),
+        ("configmaps", "delete"),
         ("services", "list"),
+        ("services", "get"),
         ("services", "create"),
+        ("services", "delete"),
+        ("npujobs/finalizers", "update"),
+        ("npuservices/finalizers", "update"),
         ("events", "create"),
         ("leases", "get"),
         ("leases", "create"),
@@ -153,10 +161,39 @@ def test_the_deployment_sets_what_the_operator_reads(render: Render, monkeypatch
             monkeypatch.setenv(entry["name"], entry["value"])
     settings = OperatorSettings()
     assert settings.unschedulable_seconds == 7 and settings.profile == "ascend" and settings.pod_extras == {"nodeSelector": {"pool": "npu"}}
-    from semantide.operators.pod_template import check_template
-
     check_template(settings.pod_template)
     assert {volume["name"] for volume in settings.pod_template["volumes"]} >= {"data"}
+
+
+def test_the_schema_of_replicas_is_the_resources_own(lint: ModuleType, render: Render) -> None:
+    chart = json.loads((lint.CHART / "values.schema.json").read_text())
+    shown, known = chart["properties"]["servingReplicas"]["additionalProperties"], schema_of(definition(render, "npuservices"))["spec"]
+    assert set(shown["properties"]) == set(known["properties"])
+    for name, field in shown["properties"].items():
+        for inner, bounds in field.get("properties", {}).items():
+            of = known["properties"][name]["properties"][inner]
+            assert all(of[bound] == value for bound, value in bounds.items() if bound in ("enum", "minimum") and name != "replicas"), (name, inner)
+    template = chart["$defs"]["podTemplate"]
+    assert set(template["properties"]) == TEMPLATE_FIELDS and template["additionalProperties"] is False
+    wrong: dict[str, Any] = {"object": [1], "array": {"a": 1}}
+    for name, field in template["properties"].items():
+        if field["type"] in wrong and name != "args":
+            with pytest.raises(ValueError, match=name):
+                check_template({name: wrong[field["type"]]})
+    places = (shown["properties"]["template"], chart["properties"]["operatorPodTemplate"])
+    assert all(place == {"$ref": "#/$defs/podTemplate"} for place in places)
+
+
+def test_a_drain_takes_one_operator_at_a_time(render: Render) -> None:
+    def budgets(*options: str) -> dict[str, Manifest]:
+        return {body["metadata"]["name"]: body for body in render("", *options) if body["kind"] == "PodDisruptionBudget"}
+
+    assert not budgets(), "one alone would hold up the drain of its node for ever"
+    (budget,) = budgets("--set", "operatorReplicas=2").values()
+    pods = next(body for body in render("", "--set", "operatorReplicas=2") if body["kind"] == "Deployment" and body["metadata"]["name"].endswith("-operator"))
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"]["matchLabels"].items() <= pods["spec"]["template"]["metadata"]["labels"].items()
+    assert not budgets("--set", "operatorReplicas=2,operatorEnabled=false") and not budgets("--set", "operatorReplicas=2,disruptionBudgetEnabled=false")
 
 
 def test_the_page_and_the_schema_have_every_setting(environment_table: ModuleType, lint: ModuleType) -> None:

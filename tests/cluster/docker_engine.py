@@ -1,7 +1,8 @@
 """A Docker engine of the tests' own: ``python tests/cluster/docker_engine.py run COMMAND...`` runs a command beside one.
 
 dockerd gets a data root and a socket below SEMANTIDE_CACHE (else ~/.cache/semantide), outside the repository, so that layers survive from run to run.
-Several users of one machine share it: whoever leaves last ends it and gives the packet filter back as it was found. Nothing is pulled; images that a registry
+Several users of one folder share it, and whoever leaves last ends it. Engines of other folders may run beside it, each with a bridge of its own: the last of
+all gives the packet filter back as it was found. Nothing is pulled; images that a registry
 would have are imported under the same names from Debian packages (``base_image``, ``redis_image``).
 
 Needs root and Debian; what is missing is installed from Debian's packages. Only the standard library is needed.
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +30,14 @@ from typing import IO
 
 BASE_IMAGE = "python:3.11-slim-bookworm"
 REDIS_IMAGE = "redis:7"
-_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "mmdebstrap": "mmdebstrap"}
+_PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "ip": "iproute2", "mmdebstrap": "mmdebstrap"}
 _PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}  # plugin -> Debian 13's package of it
 _PLUGIN_SUITE = "trixie"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 120
+_KEPT_LAYERS = "8GB"
+_RECIPE = "semantide.test/recipe"  # label of an imported image: by it one that is made otherwise by now is made anew
+_MACHINE = Path("/run/semantide-engines")  # what all engines of this machine share: who uses any, and what the first one found
 
 # runc refuses what an unprivileged root may not do: a negative OOM score, limits above the hard ones. This goes before it and asks for less.
 _RUNC = """#!{python} -I
@@ -106,9 +111,13 @@ def engine() -> Iterator[Engine]:
     """
     folder = engine_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "start.lock").open("w") as start, (folder / "users.lock").open("w") as users:
+    if not os.access(_MACHINE.parent, os.W_OK):
+        raise EngineMissing(f"the engine wants root on Debian, this is uid {os.geteuid()} on {platform.platform()}")
+    _MACHINE.mkdir(exist_ok=True)
+    with (_MACHINE / "start.lock").open("w") as start, (_MACHINE / "users.lock").open("w") as everybody, (folder / "users.lock").open("w") as users:
         with _held(start):
-            fcntl.flock(users, fcntl.LOCK_SH)
+            for lock in (everybody, users):
+                fcntl.flock(lock, fcntl.LOCK_SH)
             running = Engine(folder)
             if not _answers(running):
                 _install(folder)
@@ -117,13 +126,20 @@ def engine() -> Iterator[Engine]:
             yield running
         finally:
             with _held(start):
-                # Others hold this lock shared as long as they use the engine.
-                try:
-                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    pass
-                else:
+                if _alone(users):
+                    _tidy(running)
                     _stop(running)
+                    if _alone(everybody):
+                        _give_back()
+
+
+def _alone(lock: IO[str]) -> bool:
+    """Whether nobody else uses what this lock stands for: each user holds it shared."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
@@ -215,10 +231,10 @@ def _start(running: Engine) -> None:
     wrapper.chmod(0o755)
     filters = {tool: _run(f"{tool}-save") for tool in ("iptables", "ip6tables") if shutil.which(f"{tool}-save", path=_PATH)}
     forwarding = Path("/proc/sys/net/ipv4/ip_forward").read_text().strip()
-    if not (folder / "found.json").exists():  # an engine that was killed has given nothing back
-        (folder / "found.json").write_text(json.dumps({"filters": filters, "forwarding": forwarding}))
+    if not (_MACHINE / "found.json").exists():  # another one runs, or one that was killed has given nothing back
+        (_MACHINE / "found.json").write_text(json.dumps({"filters": filters, "forwarding": forwarding}))
     command = ["dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec"), "--pidfile", str(folder / "docker.pid")]
-    command += ["--host", f"unix://{running.socket}", "--group", "root", "--mtu", str(_mtu()), "--oom-score-adjust", "0"]
+    command += ["--bridge", _bridge(folder), "--host", f"unix://{running.socket}", "--group", "root", "--mtu", str(_mtu()), "--oom-score-adjust", "0"]
     with (folder / "dockerd.log").open("ab") as log:
         # The wrapper is the first runc on its path, for containers and for builds alike.
         environment = {**os.environ, "PATH": f"{programs}:{_PATH}"}
@@ -228,15 +244,42 @@ def _start(running: Engine) -> None:
         if process.poll() is not None or time.monotonic() > deadline:
             tail = (folder / "dockerd.log").read_text(errors="replace")[-3000:]
             process.kill()
-            _give_back(folder)
+            _remove_bridge(folder)
             raise EngineMissing(f"dockerd did not start (status {process.poll()}); the end of {folder}/dockerd.log:\n{tail}")
         time.sleep(0.2)
+
+
+def _bridge_name(folder: Path) -> str:
+    return f"semantide{zlib.crc32(str(folder).encode()) & 0xFFFFFF:06x}"
+
+
+def _bridge(folder: Path) -> str:
+    """A new bridge with the first addresses that no link of this machine has; its name."""
+    _remove_bridge(folder)
+    name, taken = _bridge_name(folder), _run("ip", "-4", "-oneline", "address")
+    block = next(number for number in range(200, 256) if f" 10.{number}." not in taken)
+    _run("ip", "link", "add", name, "type", "bridge")
+    _run("ip", "address", "add", f"10.{block}.0.1/16", "dev", name)
+    _run("ip", "link", "set", name, "up")
+    return name
+
+
+def _remove_bridge(folder: Path) -> None:
+    environment = {**os.environ, "PATH": _PATH}
+    subprocess.run(["ip", "link", "delete", _bridge_name(folder)], check=False, capture_output=True, env=environment)
 
 
 def _mtu() -> int:
     """The smallest of this machine's links: larger packets of a container would be lost on the way out."""
     sizes = [int((link / "mtu").read_text()) for link in Path("/sys/class/net").iterdir() if link.name.startswith(("e", "w"))]
     return min([1500, *sizes])
+
+
+def _tidy(running: Engine) -> None:
+    """Layers that no image of this tree has any more would fill the disk in a week of runs."""
+    if _answers(running):
+        running.docker("image", "prune", "--force", check=False)
+        running.docker("builder", "prune", "--force", "--keep-storage", _KEPT_LAYERS, check=False)
 
 
 def _stop(running: Engine) -> None:
@@ -256,20 +299,18 @@ def _stop(running: Engine) -> None:
             time.sleep(0.1)
     except (ProcessLookupError, FileNotFoundError):
         pass
-    _give_back(running.folder)
+    _remove_bridge(running.folder)
 
 
-def _give_back(folder: Path) -> None:
-    """The packet filter, forwarding and bridges as they were found."""
-    found_file = folder / "found.json"
+def _give_back() -> None:
+    """The packet filter and forwarding as they were found."""
+    found_file = _MACHINE / "found.json"
     if not found_file.exists():
         return
     found = json.loads(found_file.read_text())
     for tool, rules in found["filters"].items():
         subprocess.run([f"{tool}-restore"], input=rules, text=True, check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
     Path("/proc/sys/net/ipv4/ip_forward").write_text(found["forwarding"])
-    if shutil.which("ip", path=_PATH):
-        subprocess.run(["ip", "link", "delete", "docker0"], check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
     found_file.unlink()
 
 
@@ -287,19 +328,28 @@ def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
     return _imported(running, name, "redis-server,ca-certificates", commands, ["USER redis"])
 
 
+def prometheus_image(running: Engine, name: str) -> str:
+    """Debian's Prometheus, started as the official image starts it; the image's name."""
+    commands = ("install --directory --owner=nobody --group=nogroup /prometheus", "install --directory /etc/prometheus")
+    return _imported(running, name, "prometheus,ca-certificates", commands, ["USER nobody", 'ENTRYPOINT ["prometheus"]'])
+
+
 def _imported(running: Engine, name: str, packages: str, commands: tuple[str, ...], changes: list[str]) -> str:
+    # The folders are merged from the start: the package that would merge them later brings the whole of Perl. What a slim image leaves out is left out.
+    options = ["--variant=minbase", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr", f"--include=usr-is-merged,{packages}"]
+    options += [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "info", "locale", "man")]
+    options += [f'--customize-hook=chroot "$1" {command}' for command in commands]
+    bundle = os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
+    options += [f"--customize-hook=upload {bundle} /etc/ssl/certs/ca-certificates.crt"] if Path(bundle).exists() else []
+    changes = [f"ENV PATH={_PATH}", "ENV LANG=C.UTF-8", *changes]
+    recipe = f"{zlib.crc32(json.dumps([options, changes]).encode()):08x}"
     with (running.folder / "import.lock").open("w") as lock, _held(lock):
-        if running.has_image(name):
+        if running.docker("image", "inspect", "--format", f'{{{{index .Config.Labels "{_RECIPE}"}}}}', name, check=False).stdout.strip() == recipe:
             return name
         archive = running.folder / "root.tar"
-        bundle = os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
-        hooks = [f'--customize-hook=chroot "$1" {command}' for command in commands]
-        hooks += [f"--customize-hook=upload {bundle} /etc/ssl/certs/ca-certificates.crt"] if Path(bundle).exists() else []
-        # What a slim image leaves out.
-        unread = [f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "info", "locale", "man")]
         try:
-            _run("mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", *unread, *hooks, "bookworm", str(archive), _mirror())
-            changes = [f"ENV PATH={_PATH}", "ENV LANG=C.UTF-8", *changes]
+            _run("mmdebstrap", "--quiet", *options, "bookworm", str(archive), _mirror())
+            changes.append(f"LABEL {_RECIPE}={recipe}")
             running.docker("import", *(option for change in changes for option in ("--change", change)), str(archive), name)
         finally:
             archive.unlink(missing_ok=True)

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
+import redis
+
+from semantide.shared.jobs import Jobs
 from tests.compose.conftest import torch_index
 
 from .api import Api, Object, until
@@ -93,21 +97,45 @@ class Shop:
         found: dict[str, Any] = json.loads(self.run("jobs", "show", job_id, "--metrics"))
         return found
 
+    def ask(self, path: str) -> Any:
+        """What the API answers to a plain GET; one that is started again meanwhile is waited for."""
+
+        def answered() -> httpx.Response | None:
+            try:
+                return httpx.get(f"{self.url}{path}", headers={"X-API-Key": self.key}, timeout=60, trust_env=False)
+            except httpx.TransportError:
+                return None
+
+        answer: httpx.Response = until(answered, f"an answer to GET {path}")
+        answer.raise_for_status()
+        return answer.json()
+
+    def steps_told(self, job_id: str) -> list[int]:
+        """Steps whose loss a job has told, in the order in which it did: one that went on from a checkpoint tells some of them twice."""
+        with redis.Redis(self._address(6379), password=self._secret("redis-password")) as broker:
+            rows = [json.loads(entry[b"row"]) for _, entry in broker.xrange(Jobs.metrics_key(job_id))]
+        return [int(row["step"]) for row in rows if "loss" in row]
+
     @property
     def url(self) -> str:
         """Where the API is now."""
-
-        def address() -> str:
-            found = [one for one in self.api.list("endpoints", self.namespace) if any(port.get("port") == 8000 for port in _ports(one))]
-            return next((place["ip"] for one in found for subset in one["subsets"] for place in subset.get("addresses") or ()), "")
-
-        return f"http://{until(address, 'the API has an address')}:8000"
+        return f"http://{self._address(8000)}:8000"
 
     @property
     def key(self) -> str:
         """The key that the chart made."""
-        secrets = [one["data"]["api-keys"] for one in self.api.list("secrets", self.namespace) if "api-keys" in (one.get("data") or {})]
-        return base64.b64decode(secrets[0]).decode()
+        return self._secret("api-keys")
+
+    def _address(self, port: int) -> str:
+        def ready() -> str:
+            found = [one for one in self.api.list("endpoints", self.namespace) if any(part.get("port") == port for part in _ports(one))]
+            return next((place["ip"] for one in found for subset in one["subsets"] for place in subset.get("addresses") or ()), "")
+
+        return str(until(ready, f"port {port} has an address"))
+
+    def _secret(self, name: str) -> str:
+        found = next(one["data"][name] for one in self.api.list("secrets", self.namespace) if name in (one.get("data") or {}))
+        return base64.b64decode(found).decode()
 
 
 def _ports(endpoints: Object) -> list[Object]:

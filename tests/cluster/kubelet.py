@@ -30,7 +30,7 @@ _KERNEL = ("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/pa
 def bridge_address(engine: Engine) -> str:
     """This machine's address on the engine's bridge."""
     said = json.loads(engine.docker("network", "inspect", "bridge").stdout)[0]["IPAM"]["Config"][0]
-    return str(said.get("Gateway") or said["Subnet"].replace(".0/16", ".1"))
+    return str(said.get("Gateway") or said["Subnet"].replace(".0.0/16", ".0.1"))
 
 
 def pause_image(engine: Engine) -> None:
@@ -54,15 +54,23 @@ def api_service(plane: ControlPlane) -> Iterator[None]:
 
 
 class KernelSettings:
-    """Gives back what kubelets change in the machine's kernel."""
+    """Gives back what kubelets change in the machine's kernel; what a run that was killed has left changed, too."""
+
+    def __init__(self, system: Path = Path("/proc/sys"), kept: Path = Path("/run/semantide-kernel.json")) -> None:
+        self._system, self._kept = system, kept
 
     def __enter__(self) -> KernelSettings:
-        self._found = {name: path.read_text() for name in _KERNEL if (path := Path("/proc/sys") / name).exists()}
+        if not self._kept.exists():
+            found = {name: path.read_text() for name in _KERNEL if (path := self._system / name).exists()}
+            unfinished = self._kept.with_suffix(".new")
+            unfinished.write_text(json.dumps(found))
+            unfinished.replace(self._kept)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, value in self._found.items():
-            (Path("/proc/sys") / name).write_text(value)
+        for name, value in json.loads(self._kept.read_text()).items():
+            (self._system / name).write_text(value)
+        self._kept.unlink()
 
 
 @dataclass

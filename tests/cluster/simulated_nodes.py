@@ -53,7 +53,7 @@ class SimulatedNodes:
     def add(self, name: str, resources: dict[str, str], labels: dict[str, str] | None = None) -> None:
         """A node that is ready, with these extended resources (quantities are text)."""
         self._api.create("nodes", {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}}})
-        capacity = {"cpu": "64", "memory": "512Gi", "pods": "250", **resources}
+        capacity = {"cpu": "64", "memory": "536870912Ki", "pods": "250", **resources}
         self._api.patch("nodes", name, {"status": {"capacity": capacity, "allocatable": capacity}}, status=True)
         self.ready(name, True)
         self._names.add(name)

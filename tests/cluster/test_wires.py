@@ -1,14 +1,16 @@
-"""What the tests' own small servers say on the wire; needs no cluster."""
+"""What the tests' own small servers say on the wire, and what is given back to the machine; needs no cluster."""
 
 from __future__ import annotations
 
 import json
 import socket
 import struct
+from pathlib import Path
 from urllib.parse import parse_qs, quote
 
 from .cluster_dns import answer, name_of
 from .device_plugin import _part, _parts, _text
+from .kubelet import KernelSettings
 from .node_engine import NODE_LABEL, filtered, labelled
 
 
@@ -49,3 +51,14 @@ def test_parts_of_a_message_come_back() -> None:
     long = "x" * 300
     assert [one.decode() for one in _parts(_text(1, "3") + _text(1, long))] == ["3", long]
     assert next(_parts(_part(1, _text(1, "a")))) == _text(1, "a")
+
+
+def test_the_kernel_has_its_settings_back_even_after_a_run_that_was_killed(tmp_path: Path) -> None:
+    setting, kept = tmp_path / "system/kernel/panic", tmp_path / "kept.json"
+    setting.parent.mkdir(parents=True)
+    setting.write_text("1\n")
+    KernelSettings(tmp_path / "system", kept).__enter__()
+    setting.write_text("10\n")  # and nobody leaves
+    with KernelSettings(tmp_path / "system", kept):
+        setting.write_text("10\n")
+    assert setting.read_text() == "1\n" and not kept.exists()

@@ -1,14 +1,16 @@
 """What the command line sends is what the rooms' own routes take: no process, but the real applications."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import alignment, experiments, jobs, main, publishing, recommendations, rewards, simulation, variants
+from semantide.services.commandline import alignment, experiments, jobs, main, page_report, publishing, recommendations, rewards, simulation, variants
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -21,6 +23,7 @@ from semantide.shared.contracts import CandidateJudged, JobSpec
 from semantide.shared.errors import NotFound
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobOutcome, Jobs
+from semantide.shared.page_report import PageCounts
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (alignment, experiments, main, jobs, publishing, recommendations, rewards, simulation, variants):
+    for module in (alignment, experiments, main, jobs, page_report, publishing, recommendations, rewards, simulation, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -56,6 +59,27 @@ def test_a_file_out_of_the_stacks_reach_is_uploaded_under_a_name_of_its_own(
     assert path.read_text() == outside.read_text() and path.suffix == ".csv" and path.is_relative_to(settings.data_dir / "uploads")
     client.call("DELETE", f"/v1/uploads/{path.relative_to(settings.data_dir.resolve() / 'uploads')}")
     assert not path.parent.exists()
+
+
+@pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")
+def test_a_folder_out_of_the_stacks_reach_is_uploaded_as_it_is(client: Client, tmp_path_factory: pytest.TempPathFactory, settings: Settings) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    texts = {"items.jsonl": '{"id": "i"}\n', "logs/2024 (é)/a.csv": "user,item,time\nu,i,1700000000000\n", ".hidden/b.csv": "user"}
+    for name, text in texts.items():
+        (outside / name).parent.mkdir(parents=True, exist_ok=True)
+        (outside / name).write_text(text)
+    outcome = invoke("ingest", str(outside), "--no-wait")
+    assert outcome.exit_code == 0, outcome.output
+    (job,) = client.get("/v1/jobs", kind="import")
+    place, uploads = Path(job["spec"]["config"]["path"]), settings.data_dir.resolve() / "uploads"
+    assert place.parent == uploads
+    found = {str(path.relative_to(place)): path.read_text() for path in place.rglob("*") if path.is_file()}
+    assert found == {"items.jsonl": texts["items.jsonl"], "logs/2024____/a.csv": texts["logs/2024 (é)/a.csv"]}
+    for name in found:
+        client.call("DELETE", f"/v1/uploads/{place.name}/{name}")
+    assert not place.exists() and uploads.is_dir()
+    empty = tmp_path_factory.mktemp("empty")
+    assert "holds no files" in str(invoke("ingest", str(empty), "--no-wait").exception)
 
 
 @pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument with the TestClient")

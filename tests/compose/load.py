@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,19 +15,37 @@ _BATCH = 20
 
 
 @dataclass(eq=False)
-class Sender(threading.Thread):
-    """Sends batches of events with ids of their own; a batch whose fate is unknown is sent again as it is."""
+class Load(threading.Thread):
+    """Requests one after the other, until told to end; ``served`` holds when each one was answered, seconds of a clock that only counts."""
 
     client: Client
+    wrong: list[str] = field(default_factory=list, init=False)
+    served: list[float] = field(default_factory=list, init=False)
+    ended: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__(name=type(self).__name__, daemon=True)
+
+    def was_served(self, since: float) -> bool:
+        """Whether there has been an answer since then."""
+        return bool(self.served) and self.served[-1] > since
+
+    def longest_pause(self, begin: float) -> float:
+        """Seconds between two answers, at most, since then."""
+        served = list(self.served)
+        later = [moment for moment in served if moment > begin]
+        earlier = served[-len(later) - 1 : len(served) - len(later)]
+        times = [*earlier, *later]
+        return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
+
+
+@dataclass(eq=False)
+class Sender(Load):
+    """Sends batches of events with ids of their own; a batch whose fate is unknown is sent again as it is."""
+
     items: list[str]
     accepted: int = 0
     again: int = 0
-    wrong: list[str] = field(default_factory=list)
-    last: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__init__(name="sender", daemon=True)
-        self.ended = threading.Event()
 
     def run(self) -> None:
         """Until told to end."""
@@ -44,7 +63,7 @@ class Sender(threading.Thread):
             ]
             if self._send(rows):
                 self.accepted += _BATCH
-                self.last = time.monotonic()
+                self.served.append(time.monotonic())
             number += 1
             time.sleep(0.05)
 
@@ -67,19 +86,15 @@ class Sender(threading.Thread):
 
 
 @dataclass(eq=False)
-class Asker(threading.Thread):
-    """Asks the same few questions and compares with the first answers."""
+class Asker(Load):
+    """Asks the same few questions and compares with the first answers. ``patient``: it comes again where it was not answered, else that is wrong."""
 
-    client: Client
     questions: list[dict[str, Any]]
-    right: int = 0
+    patient: bool = True
     refused: int = 0
-    wrong: list[str] = field(default_factory=list)
-    last: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__init__(name="asker", daemon=True)
-        self.ended = threading.Event()
+        super().__post_init__()
         self.expected = [self._ask(question) for question in self.questions]
 
     def _ask(self, question: dict[str, Any]) -> list[str]:
@@ -93,21 +108,16 @@ class Asker(threading.Thread):
             turn += 1
             try:
                 found = self._ask(self.questions[place])
-            except TransientError:
-                self.refused += 1
-                time.sleep(0.2)
-                continue
-            except StackError as error:
+            except (TransientError, StackError) as error:
                 # 503: nothing is live in a process that has just begun, or the broker is away; the client comes again.
-                if error.status == 503:
+                if self.patient and (isinstance(error, TransientError) or error.status == 503):
                     self.refused += 1
                     time.sleep(0.2)
                 else:
-                    self.wrong.append(f"{error.status}: {error}")
+                    self.wrong.append(repr(error))
                 continue
             if found == self.expected[place]:
-                self.right += 1
-                self.last = time.monotonic()
+                self.served.append(time.monotonic())
             else:
                 self.wrong.append(f"{self.questions[place]}: {found} instead of {self.expected[place]}")
             time.sleep(0.05)

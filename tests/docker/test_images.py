@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import shutil
@@ -42,6 +43,9 @@ def test_only_what_nobody_reads_is_cut_out(tmp_path: Path) -> None:
         "numpy/linalg/tests/t.py",
         "pyarrow/include/a.h",
         "scipy/x/lib.a",
+        "pyarrow/libarrow_s3.so.1",
+        "numpy/core.pyx",
+        "numpy/__pycache__/core.pyc",
         "kubernetes/aio/a.py",
     )
     made(tmp_path, *kept, *gone)
@@ -49,17 +53,56 @@ def test_only_what_nobody_reads_is_cut_out(tmp_path: Path) -> None:
     assert left(tmp_path) == kept
 
 
+def test_sources_of_generated_modules_are_compiled_in_their_place(tmp_path: Path) -> None:
+    made(tmp_path, "kubernetes/client/__init__.py", "kubernetes/__init__.py")
+    for source in tmp_path.rglob("*.py"):
+        source.write_text('"""What nobody reads."""\nanswer = 42\n')
+    load("trim").trim(tmp_path)
+    assert left(tmp_path) == {"kubernetes/client/__init__.pyc", "kubernetes/__init__.pyc"}
+    code = "import kubernetes.client as module; print(module.answer, module.__doc__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path).stdout == "42 None\n"
+
+
+def test_what_our_processes_import_is_compiled() -> None:
+    """A module that is missing in the list would be compiled at every start of every container."""
+    found = set()
+    for path in (path for room in ("kernels", "shared", "services") for path in (DOCKER.parent / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module)
+    module = load("compiled")
+    others = {name for name in found if name.partition(".")[0] not in (*sys.stdlib_module_names, "semantide")}
+    assert list(module.IMPORTED) == sorted(others)
+    assert not others & set(module.LOADED_LATER)
+
+
+def test_only_what_was_imported_lies_compiled_and_always_with_one_date(tmp_path: Path) -> None:
+    site = tmp_path / "lib" / "site-packages"
+    made(site, "used/__init__.py", "used/part.py", "unused/__init__.py")
+    (site / "used" / "__init__.py").write_text("import used.part\n")
+    (site / "used" / "part.py").write_text("")
+    code = f"import sys; sys.path[:0] = [{str(DOCKER)!r}, {str(site)!r}]; sys.dont_write_bytecode = False; import compiled; compiled.IMPORTED = ('used', 'absent'); "
+    code += f"compiled.LOADED_LATER = (); print(*compiled.load()); import pathlib; print(compiled.date(pathlib.Path({str(site)!r})))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout.split() == ["absent", "2"]
+    assert {path.parent.parent.name for path in site.rglob("*.pyc")} == {"used"}
+    assert len({path.stat().st_mtime for path in (site, *site.rglob("*.pyc"), site / "unused")}) == 1
+
+
 @pytest.mark.skipif(shutil.which("cc") is None or shutil.which("strip") is None, reason="no compiler and binutils here")
 def test_a_library_loads_without_its_symbol_table(tmp_path: Path) -> None:
     (tmp_path / "a.c").write_text("static int hidden(void) { return 41; } int answer(void) { return hidden() + 1; }")
-    library = tmp_path / "torch" / "lib" / "libtorch_cpu.so"
+    site = tmp_path / "site"
+    library = site / "torch" / "lib" / "libtorch_cpu.so"
     library.parent.mkdir(parents=True)
-    other = tmp_path / "numpy.libs" / "libblas.so"
+    other = site / "numpy.libs" / "libblas.so"
     other.parent.mkdir()
     subprocess.run(["cc", "-shared", "-fPIC", "-g", "-o", str(library), str(tmp_path / "a.c")], check=True)
     before = library.stat().st_size
     shutil.copy(library, other)
-    assert load("trim").trim(tmp_path) == before - library.stat().st_size > 0
+    assert load("trim").trim(site) == before - library.stat().st_size > 0
     assert other.stat().st_size == before, "auditwheel has patched it: strip would break it"
     code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "42"

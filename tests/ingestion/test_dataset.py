@@ -86,6 +86,23 @@ def test_leave_one_out_of_users_of_every_length(tmp_path: Path) -> None:
     assert dict(zip(data.item_ids, data.item_table["count"].to_pylist(), strict=True)) == {"i0": 4, "i1": 2, "i2": 1, "i3": 0, "i4": 0}
 
 
+def test_the_last_pages_are_held_out_whole(tmp_path: Path) -> None:
+    rows = [("u", f"i{n}", n, "click", page) for n, page in enumerate("aabbbccd")]
+    rows += [("v", f"i{n}", 100 * MINUTE * (n // 2) + n, "click") for n in range(6)]  # sessions
+    rows += [("w", "i0", 1, "click", "a"), ("w", "i1", 2, "click", "b"), ("x", "i0", 1, "click", "p")]
+    rows += [("y", f"i{n}", n, "click", page) for n, page in enumerate("pqpqr")]
+    data = made(tmp_path, [*rows, ("u", "i1", 7, "exposure", "d")], split="last-page")
+    ends = list(zip(data.train_end.tolist(), data.valid_end.tolist(), strict=True))
+    assert ends == [(5, 7), (2, 4), (2, 2), (1, 1), (3, 4)], "few pages only train, and pages that mix end where the other begins"
+    assert [len(targets) for _, _, targets in data.cases("test")] == [1, 2, 1]
+    pages = pq.read_table(tmp_path / "pages.parquet").to_pylist()
+    assert [len(page["items"]) for page in pages if page["user"] == 0] == [2, 3, 2, 2]
+    report = data.header["page_report"]
+    assert (report["pages_with_two"], report["exposed"]) == (sum(sum(one != "exposure" for one in page["actions"]) > 1 for page in pages), 1)
+    with pytest.raises(ValueError, match="use leave-one-out, last-page or temporal"):
+        made(tmp_path, rows, split="page")
+
+
 def test_exposures_and_dislikes_are_on_pages_but_not_in_histories(tmp_path: Path) -> None:
     rows = [
         ("u", "a", 1, "exposure", "p"),
@@ -201,7 +218,7 @@ EVENTS = st.lists(
     part_rows=st.integers(1, 50),
     config=st.fixed_dictionaries(
         {
-            "split": st.sampled_from(["leave-one-out", "temporal"]),
+            "split": st.sampled_from(["leave-one-out", "last-page", "temporal"]),
             "deduplicate": st.sampled_from(["consecutive", "all", "none"]),
             "min_user_events": st.integers(1, 4),
             "min_item_events": st.integers(1, 4),

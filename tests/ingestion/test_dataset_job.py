@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from semantide.services.ingestion import api, fileimport, job, tasks
 from semantide.services.ingestion.manifest import Manifest
@@ -16,7 +18,7 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.dataset import Dataset
-from semantide.shared.errors import BadData, TransientError
+from semantide.shared.errors import BadData, NotFound, TransientError
 from semantide.shared.history import Histories
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
@@ -102,6 +104,14 @@ def test_the_repository_s_sample_becomes_a_data_set(stack: Any, broker: Any) -> 
     data = Dataset.load(room.store.get(outcome.artifacts["dataset"]))
     assert (len(data.user_ids), len(data.item_ids)) == (2_000, 5_410)
     assert sum(1 for _ in data.cases("test")) == 2_000
+    assert outcome.result["pages"] == data.header["page_report"] and outcome.result["pages"]["can_pay"]
+    with TestClient(FastAPI()) as client:
+        client.app.include_router(api.build(room))  # type: ignore[attr-defined]
+        ref = outcome.artifacts["dataset"]
+        told = client.get(f"/v1/datasets/{ref}/pages").json()
+        assert told == {"dataset": ref, **outcome.result["pages"]} == client.get(f"/v1/datasets/{ref.removeprefix('datasets/')}/pages").json()
+        with pytest.raises(NotFound, match="no data set 'sha256-none'"):
+            client.get("/v1/datasets/sha256-none/pages")
     settings = room.settings
     history = Histories(broker, settings.history_length, settings.history_ttl_seconds).get(data.user_ids[0])
     assert [event.time for event in history] == sorted(event.time for event in history)

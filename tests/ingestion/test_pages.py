@@ -73,7 +73,8 @@ def test_repeats_in_a_row_fold_whatever_the_order_of_the_log(rows: list[tuple[in
         wanted.append((user, item, same[0][2], strongest([row[3] for row in same], dislike_first=False)))
     random.shuffle(events)  # type: ignore[attr-defined]
     kinds = {"user": pl.Int32, "item": pl.Int32, "time": pl.Int64, "action": pl.Int16, "page": pl.Int32, "event": pl.Binary}
-    cleaned = clean(pl.DataFrame(events, schema=kinds, orient="row"), pl.Series([], dtype=pl.Int32), SIGNALS, CleaningConfig())
+    frame = pl.DataFrame(events, schema=kinds, orient="row").with_columns(tab=pl.lit(-1, pl.Int32))
+    cleaned = clean(frame, pl.Series([], dtype=pl.Int32), SIGNALS, CleaningConfig())
     assert cleaned.positives.select("user", "item", "time", "action").rows() == wanted
     assert cleaned.events.select("user", "item", "time", "action", "page").rows() == [row[:5] for row in ordered]
     assert sum(cleaned.dropped.values()) == len(likes) - len(wanted)

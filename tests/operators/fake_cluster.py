@@ -41,7 +41,7 @@ class FakeCluster:
         ]
         return Listing(found, str(self.version))
 
-    def get(self, kind: str, namespace: str, name: str) -> Body:
+    def get(self, kind: str, namespace: str, name: str, api_version: str = "") -> Body:
         self._called("get", kind, name)
         return deepcopy(self._find(kind, namespace, name))
 
@@ -79,7 +79,7 @@ class FakeCluster:
         new["metadata"]["annotations"] = {key: value for key, value in known.items() if value is not None}
         return self._write(self._key_of(new), new)
 
-    def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None) -> None:
+    def delete(self, kind: str, namespace: str, name: str, *, uid: str = "", grace_seconds: int | None = None, api_version: str = "") -> None:
         self._called("delete", kind, name)
         body = self._find(kind, namespace, name)
         if uid and body["metadata"]["uid"] != uid:
@@ -180,7 +180,7 @@ class FakeNodes:
             self.add(name)
 
     def add(self, name: str, **labels: str) -> None:
-        capacity = {"cpu": "64", "memory": "256Gi", "pods": "110", **({self.resource: str(self._npus)} if self._npus else {})}
+        capacity = {"cpu": "64", "memory": "268435456Ki", "pods": "110", **({self.resource: str(self._npus)} if self._npus else {})}
         ready = {"type": "Ready", "status": "True", "lastTransitionTime": time_of(self._cluster.clock())}
         body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}, "spec": {}}
         self._cluster.create({**body, "status": {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}})

@@ -160,4 +160,6 @@ class FakeServer:
             for name, kind in KINDS.items()
             if kind.api_version == version
         ]
+        if version == "v1":  # what a watcher waits for before it begins, although it asks for no namespace
+            resources.append({"name": "namespaces", "singularName": "namespace", "kind": "Namespace", "namespaced": False, "verbs": _VERBS})
         return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}

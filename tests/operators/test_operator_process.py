@@ -57,6 +57,7 @@ class Operator:
             "port": "0",
             "lease_seconds": "2",
             "round_seconds": "0.2",
+            "relist_seconds": "100000",  # what happens while it runs it hears by its watches, or never
             "profile": "ascend",
         }
         environment = {f"SEMANTIDE_OPERATOR_{name.upper()}": value for name, value in settings.items()}

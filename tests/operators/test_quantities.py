@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +36,19 @@ def test_thousandths(value: int) -> None:
     assert quantity(f"{value}m") == pytest.approx(value / 1000)
 
 
-@pytest.mark.parametrize("text", ["", "two", "1 Gi", "5mi", "3X", "--1", "i"])
+@given(st.integers(0, 10**12), st.integers(1, 6))
+def test_memory_in_every_binary_unit(value: int, power: int) -> None:
+    # A kubelet reports its node's memory in Ki.
+    assert quantity(f"{value}{' KMGTPE'[power]}i") == pytest.approx(value * 1024**power)
+
+
+@given(st.decimals(0, 10**6, places=3), st.sampled_from(["n", "u", "m", "", "k", "M", "G", "T", "P", "E"]))
+def test_every_decimal_unit(value: Decimal, unit: str) -> None:
+    powers = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+    assert quantity(f"{value:f}{unit}") == pytest.approx(float(value.scaleb(powers[unit])))
+
+
+@pytest.mark.parametrize("text", ["", "two", "1K", "1ki", "1 Gi", "5mi", "3X", "--1", "i"])
 def test_what_is_no_quantity(text: str) -> None:
     with pytest.raises(ValueError, match="is no quantity: write it like"):
         quantity(text)

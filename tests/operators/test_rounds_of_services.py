@@ -159,3 +159,51 @@ def test_a_service_that_may_shrink_to_nothing_keeps_one_whose_load_is_measured(w
     lab.serve("shop", low=0, high=4)
     lab.settle()
     assert ready(lab) == 1
+
+
+def test_replicas_take_the_room_of_jobs_of_lower_priority_after_a_checkpoint(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train", npus=4, priority=1)
+    lab.submit("firm", npus=2, restartPolicy={"limit": 0})
+    lab.submit("spare", npus=2)
+    lab.settle()
+    lab.serve("shop", npus=4, priority=2)
+    lab.operator.turn()
+    status = lab.status("shop", "NPUService")
+    assert "lab/train saves its state and makes room" in status["message"] and status["phase"] == "Pending"
+    assert "made room for NPUService lab/shop" in lab.status("train")["message"] and lab.phase("firm") == lab.phase("spare") == "Running"
+    lab.submit("sly", npus=4, priority=9)
+    for _ in range(6):
+        lab.turn(1, 1.0)
+        assert not lab.pods("sly"), "the room is the service's"
+    assert lab.phase("shop", "NPUService") == "Running" and lab.phase("train") == "Pending"
+    lab.change("NPUService", "shop", suspend=True)
+    lab.turn(8, 20.0)
+    assert lab.phase("sly") == "Running"
+
+
+def test_replicas_without_a_priority_take_nothing_and_hold_nobody_up(world: Worlds) -> None:
+    lab = world(["a"], patience_seconds=60)
+    lab.submit("train", npus=6)
+    lab.settle()
+    lab.serve("shop", npus=4)
+    lab.turn(3, 1.0)
+    lab.submit("small", npus=2)
+    lab.turn(4, 1.0)
+    assert lab.phase("train") == lab.phase("small") == "Running" and lab.phase("shop", "NPUService") == "Pending"
+    lab.end("train")
+    lab.turn(6, 1.0)
+    assert lab.phase("shop", "NPUService") == "Running"
+
+
+def test_a_service_takes_no_more_than_its_next_replica_needs(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    for name in ("one", "two", "three", "four"):
+        lab.submit(name, npus=4)
+    lab.settle()
+    lab.serve("shop", npus=4, priority=1, low=2, high=2)
+    lab.operator.turn()
+    assert sum("made room" in lab.status(name)["message"] for name in ("one", "two", "three", "four")) == 1
+    lab.turn(12, 1.0)
+    assert lab.status("shop", "NPUService")["readyReplicas"] == 2
+    assert sorted(lab.phase(name) for name in ("one", "two", "three", "four")) == ["Pending", "Pending", "Running", "Running"]

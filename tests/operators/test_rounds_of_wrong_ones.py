@@ -74,3 +74,36 @@ def test_a_job_that_the_operator_stumbles_over_is_left_alone_and_stops_nobody_el
     lab.settle()
     assert lab.phase("even") == "Running" and lab.phase("odd") == "Running" and lab.pods("odd")
     assert "unheard of" in lab.status("odd")["message"]
+
+
+def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab = world(["a"])
+    lab.submit("odd")
+    lab.serve("shop")
+    lab.settle()
+
+    def stumbles(_: Any) -> Any:
+        raise KeyError("unheard of")
+
+    monkeypatch.setattr(reconcile, "advance", stumbles)
+    monkeypatch.setattr(reconcile, "advance_service", stumbles)
+    lab.turn(5, 10.0)
+    told = [record for record in caplog.records if "cannot be looked at" in record.getMessage()]
+    assert sorted(record.getMessage().split(" cannot")[0] for record in told) == ["NPUJob lab/odd", "NPUService lab/shop"]
+    assert all("in stumbles" in caplog.handler.format(record) for record in told)
+
+
+def test_a_status_that_cannot_be_read_is_not_forgotten(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train")
+    lab.settle()
+    body = lab.cluster.get("NPUJob", "lab", "train")
+    lab.cluster.replace_status({**body, "status": {**body["status"], "recentRestarts": "many"}})
+    lab.settle()
+    status = lab.status("train")
+    assert "recentRestarts" in status["message"] and (status["attempt"], status["phase"]) == (1, "Running") and lab.pods("train")
+    lab.cluster.replace_status({**lab.cluster.get("NPUJob", "lab", "train"), "status": {**status, "recentRestarts": 0}})
+    lab.settle()
+    assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1

@@ -30,7 +30,7 @@ def test_any_order_of_news_ends_in_the_same_knowledge(seed: int) -> None:
             truth[name] = pod(name, version, uid)
             news.append(("MODIFIED", truth[name]))
     draw.shuffle(news)
-    cache = ObjectCache()
+    cache = ObjectCache(lambda: 0.0)
     for event, body in news:
         if event == "DELETED":
             cache.drop(body)
@@ -41,7 +41,7 @@ def test_any_order_of_news_ends_in_the_same_knowledge(seed: int) -> None:
 
 
 def test_a_listing_does_not_take_away_what_is_newer_than_it() -> None:
-    cache = ObjectCache()
+    cache = ObjectCache(lambda: 0.0)
     cache.put(pod("old", 1))
     cache.put(pod("new", 9))
     cache.settle("Pod", Listing([], "5"))
@@ -49,7 +49,7 @@ def test_a_listing_does_not_take_away_what_is_newer_than_it() -> None:
 
 
 def test_what_was_deleted_does_not_come_back_with_late_news() -> None:
-    cache = ObjectCache()
+    cache = ObjectCache(lambda: 0.0)
     cache.put(pod("a", 2))
     cache.drop(pod("a", 3))
     assert not cache.put(pod("a", 2))

@@ -30,7 +30,7 @@ def expected(bundle: Bundle, query: Query, unavailable: Unavailable = NOTHING) -
     """The exact answer, by scoring every item."""
     catalog = bundle.catalog
     rows = history_window(np.array([catalog.row_of[item] for item in query.history if item in catalog.row_of], dtype=np.int64), bundle.max_history_items)
-    prompt = torch.as_tensor(bundle.vocabulary.history_tokens(bundle.item_tokens_NL[rows]))
+    prompt = torch.as_tensor(bundle.spelling.prompt(rows))
     scores = score_every_item(bundle.model, catalog.codes, prompt, torch.tensor([0, len(prompt)]))[0]
     allowed = np.ones(len(catalog), dtype=bool)
     for row, item in enumerate(catalog.item_ids):

@@ -15,7 +15,7 @@ def bundle(world: World) -> Bundle:
 
 def test_the_nearest_items_of_the_history_are_those_of_the_largest_cosine(bundle, world):
     weight = world.models[bundle.pair.model].model.embed_tokens.weight.detach().numpy()
-    vectors = weight[bundle.item_tokens_NL].sum(1)
+    vectors = weight[bundle.spelling.item_tokens_NL].sum(1)
     rng = np.random.default_rng(0)
     items = [f"i{row}" for row in rng.permutation(200)[:12]]
     history = [f"i{row}" for row in rng.integers(0, 200, 40)]

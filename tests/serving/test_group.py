@@ -1,10 +1,12 @@
 """Groups of real searches: rounds interleaved, requests that leave, narrow and wide ones together, prompts that are kept."""
 
 import time
+from dataclasses import replace
 from weakref import ref
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +15,7 @@ from semantide.services.serving.engine import Group, Prepared, Query, answer
 from semantide.services.serving.registry import Pair
 from semantide.services.serving.ticket import SearchAgain
 from semantide.shared.decoding.kv_pool import KVPool
+from semantide.shared.models.token_merger import MergerConfig
 
 from .world import World
 
@@ -109,6 +112,28 @@ def test_a_returning_user_has_only_the_new_items_read_and_gets_the_same_answer(b
     same(neighbour, alone(bundle, Query(("i9",))))
     assert Prepared.of(bundle, Query(longer, user="ann")).tokens == 1
     same(finish(begin(bundle, [Query(("i4", "i1"), user="ann")]))[0], alone(bundle, Query(("i4", "i1"))))
+
+
+@pytest.mark.parametrize("separator", ["none", "kept"])
+def test_a_model_that_merges_items_has_places_read_and_kept(world, separator):
+    merger = MergerConfig(True, separator, ("actions", "gaps"), ("buy", "click"))
+    bundle = load_bundle(world.room.store, Pair(model=world.add_model(7, merger=merger), catalog=world.catalog_ref), prompt_cache_bytes=1 << 20)
+    torch.nn.init.normal_(bundle.model.generator.merger.proj.weight, std=0.2)
+    each = 2 if separator == "kept" else 1
+    history = tuple(f"i{number}" for number in range(8))
+    moments = tuple((("click", "buy", "like")[number % 3], 60_000 * number) for number in range(9))
+    first = finish(begin(bundle, [Query(history, user="ann", moments=moments[:8])]))[0]
+    same(first, alone(bundle, Query(history, moments=moments[:8])))
+    longer = Query((*history, "unknown", "i50"), user="ann", moments=(*moments[:8], ("buy", 0), moments[8]))
+    prepared = Prepared.of(bundle, longer)
+    assert (prepared.tokens, prepared.places, len(prepared.prompt)) == (each, 1 + 9 * each, 1 + 9 * 5)
+    assert bundle.prompts.use().tokens_asked == 1 + 8 * each
+    group = begin(bundle, [longer])
+    warm = finish(group)[0]
+    assert (group.tokens_read, group.prompt_tokens) == (each, 1 + 9 * each)
+    same(warm, alone(bundle, replace(longer, user=None)))
+    other = alone(bundle, Query(longer.history))
+    assert [hit.score for hit in other.items] != [hit.score for hit in warm.items], "what was done and when counts"
 
 
 @pytest.mark.parametrize("meanwhile", ["dropped", "replaced"])

@@ -277,7 +277,7 @@ def test_every_stage_of_a_request_is_a_span(server, monkeypatch):
 def _wish():
     from semantide.services.serving.wish import Wish
 
-    return Wish(user=None, events=(("i1", "click"),), n=5, width=10)
+    return Wish(user=None, events=(("i1", "click", None),), n=5, width=10)
 
 
 def test_narrowing_can_be_switched_off():

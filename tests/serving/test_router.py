@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from semantide.services.serving.router import Router
+from semantide.services.serving.replicas import Asked
+from semantide.services.serving.router import Router, _history_items
 from semantide.shared import http
 from semantide.shared.broker import free_port
 from semantide.shared.room import Room
@@ -184,7 +185,8 @@ def test_half_an_answer_is_none_and_what_changes_something_is_sent_once() -> Non
             assert client.post("/v1/recommendations", json={"user": str(user)}).json() == "whole"
         assert seen, "nobody was the cutting replica's"
         for replica in router.replicas:
-            replica.begin(0.0 if replica.address == address else 1.0)
+            if replica.address != address:
+                router.replicas.begin(replica, Asked(), time.monotonic())
         wait_until(lambda: all(replica.ready for replica in router.replicas))
         seen.clear()
         answer = client.post("/v1/serving/rollback")
@@ -266,3 +268,36 @@ def test_wrong_names_are_refused() -> None:
             Router([wrong], 1.0, 1.0, 1, time.monotonic)
     with pytest.raises(ValueError, match="SEMANTIDE_ROUTE_TO"):
         Router([], 1.0, 1.0, 1, time.monotonic)
+
+
+@pytest.mark.parametrize(
+    ("answer", "items"),
+    [
+        ({"items": [], "history_items": 12, "unknown_history_items": 3}, 12),
+        ({"unknown_history_items": 3, "history_items": 0}, 0),
+        ({"items": [{"title": 'a "history_items":7 of "unknown_history_items":8'}], "history_items": 5}, 5),
+        ({"unknown_history_items": 3}, None),
+        ({"history_items": None}, None),
+        ({}, None),
+    ],
+)
+def test_an_answer_tells_how_long_the_history_was(answer: dict[str, Any], items: int | None) -> None:
+    for text in (json.dumps(answer, separators=(",", ":")), json.dumps(answer)):
+        assert _history_items(text.encode()) == items
+    assert _history_items(b"") is None
+
+
+def test_the_router_learns_what_requests_take() -> None:
+    def answer(path: str, body: bytes) -> tuple[int, Any]:
+        return 200, {"items": [], "history_items": json.loads(body)["beam_width"], "unknown_history_items": 0}
+
+    with Plain(answer) as one, Plain(answer) as other, routing([one.address, other.address]) as (client, router):
+        for number in range(40):
+            told = client.post("/v1/recommendations", json={"user": f"u{number % 5}", "beam_width": 50})
+            assert told.status_code == 200
+        assert router.replicas._estimate._seen == 40 and len(router.replicas._visits) == 5
+        assert all(replica.requests == 0 and replica.work == 0 for replica in router.replicas)
+        before = one.asked
+        for _ in range(5):
+            client.post("/v1/recommendations", json={"user": "u1", "beam_width": 50})
+        assert one.asked - before in (0, 5), "a user whose prompt is kept comes back to it"

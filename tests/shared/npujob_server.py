@@ -32,7 +32,8 @@ class Gang:
 
 
 class Cluster:
-    """Use as a context manager. ``away``: the API server answers nothing; ``refuse``: status and message for every creation."""
+    """Use as a context manager. ``away``: the API server answers nothing; ``refuse``: status and message for every creation, ``refuse_annotations`` for every
+    annotation; ``pods_stay``: those that were told to end hold up what is being deleted."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -40,7 +41,9 @@ class Cluster:
         self.requests: list[str] = []
         self.away = False
         self.hold = ""
+        self.pods_stay = False
         self.refuse: tuple[int, str] | None = None
+        self.refuse_annotations: tuple[int, str] | None = None
         self._environment = environment
         self._lock = threading.RLock()
         self._ending = threading.Event()
@@ -97,6 +100,8 @@ class Cluster:
                 return self._create(body)
             if name not in self.jobs:
                 return 404, {"message": f"npujobs {name!r} not found", "reason": "NotFound"}
+            if verb == "PATCH" and self.refuse_annotations is not None:
+                return self.refuse_annotations[0], {"message": self.refuse_annotations[1]}
             if verb == "PATCH":
                 self.jobs[name]["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
             else:
@@ -139,7 +144,7 @@ class Cluster:
             if not gang.stopped:
                 gang.stopped = True
                 self._end(gang)
-            if all(end is not None for end in ends):
+            if all(end is not None for end in ends) and not self.pods_stay:
                 del self.jobs[name]
             return
         if status.get("phase") in ("Succeeded", "Failed"):

@@ -79,6 +79,9 @@ npujobs = st.none() | st.builds(
 def test_every_state_has_one_next_step_and_comes_to_rest(job: JobRecord, found: Found | None) -> None:
     step = next_step(job, found)
     if isinstance(step, Create):
+        waits = next_step(job, None, Found("train-0", job_id="train-1"))
+        assert isinstance(waits, Note) and "train-0" in waits.fields["stage"]
+    if isinstance(step, Create):
         assert found is None and not job.npujob and not job.cancel_requested
     elif isinstance(step, Delete):
         assert job.cancel_requested and found is not None and not found.deleting
@@ -88,7 +91,7 @@ def test_every_state_has_one_next_step_and_comes_to_rest(job: JobRecord, found: 
     elif isinstance(step, Note):
         after = job.model_copy(update=dict(step.fields))
         assert next_step(after, found) is None, "the same look twice writes once"
-        assert found is not None and (after.state == "running") == (found.phase in ("Running", "Restarting"))
+        assert found is not None and (job.cancel_requested or (after.state == "running") == (found.phase in ("Running", "Restarting")))
 
 
 def test_a_pending_job_says_why_and_a_deleted_one_failed() -> None:
@@ -283,6 +286,32 @@ def test_a_job_that_a_quota_forbids_keeps_no_other_waiting(cluster: Any, start: 
     assert jobs.get(running.id).state == "cancelled" and jobs.get(ends.id).state == "succeeded"
     cluster.refuse = None
     assert all(finished(jobs, job.id).state == "succeeded" for job in waiting)
+
+
+def test_what_one_npujob_is_refused_keeps_no_other_waiting(cluster: Any, start: Any) -> None:
+    jobs, _ = start()
+    cluster.refuse_annotations = (422, "metadata.annotations: Too long: may not be more than 262144 bytes")
+    first, second = submit(jobs, steps=10_000, pause=0.05), submit(jobs, steps=5)
+    assert finished(jobs, second.id).state == "succeeded", "the first one's annotations are refused at every look"
+    jobs.cancel(first.id)
+    assert finished(jobs, first.id).state == "cancelled"
+
+
+def test_a_resumed_job_waits_for_the_pods_of_its_earlier_run(cluster: Any, start: Any) -> None:
+    jobs, _ = start()
+    job = submit(jobs, steps=80, pause=0.05)
+    wait_until(lambda: jobs.get(job.id).done > 2)
+    cluster.pods_stay = True
+    jobs.cancel(job.id)
+    wait_until(lambda: "deletionTimestamp" in cluster.jobs[job.id]["metadata"])
+    wait_until(lambda: jobs.get(job.id).state == "cancelled" or jobs.get(job.id).stage == "its pods end")
+    if jobs.get(job.id).state != "cancelled":  # its own pod records that it was cancelled
+        wait_until(lambda: jobs.get(job.id).state == "cancelled")
+    jobs.resume(job.id)
+    wait_until(lambda: f"NPUJob {job.id} to end" in jobs.get(job.id).stage)
+    assert list(cluster.jobs) == [job.id], "nothing is made beside it"
+    cluster.pods_stay = False
+    assert finished(jobs, job.id).result["count"] == 80
 
 
 @pytest.mark.slow

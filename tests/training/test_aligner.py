@@ -24,6 +24,7 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.rollouts import Rollouts, Scores
 
 from .conftest import ring_catalog
@@ -138,6 +139,12 @@ def test_what_is_rewarded_comes_more_often(world: World, changes: dict[str, Any]
         steps[0]["kl"] == pytest.approx(0, abs=1e-5 if config.updates == 1 else 0.2) and steps[-1]["kl"] > 0.01 and steps[-1]["entropy"] < steps[0]["entropy"]
     )
     assert steps[-1]["staleness"] == config.staleness * config.updates
+
+
+def test_rollouts_of_a_policy_on_merged_prompts_have_the_probabilities_that_training_gives_them(world: World) -> None:
+    world.aligner(replace(CONFIG, steps=2, updates=1), TasteScorer(even), tests=[0.5, 0.6], merger=MergerConfig(True, "kept", ("gaps",))).run()
+    steps = [values for _, values in world.heard if "reward" in values]
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-5) and steps[1]["kl"] > 1e-5
 
 
 def run_of(world: World, config: AlignConfig, name: str, cancel_at: int = -1) -> tuple[AlignState, dict[str, torch.Tensor]]:

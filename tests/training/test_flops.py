@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from semantide.services.training.flops import StepMeter, StepWork, measured_peak, work_of
+from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
+from semantide.shared.models.token_merger import MergerConfig
 
 ITEMS = 40
 
@@ -52,6 +54,33 @@ def test_pairs_are_those_that_causality_allows(lengths: list[int], tokens_per_it
     assert work.flops(torch.tensor(lengths)) == 6 * pairs
 
 
+@given(st.lists(st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=3)), min_size=1, max_size=4), st.integers(1, 3))
+def test_targets_of_pages_count_what_they_see(histories: list[tuple[int, list[tuple[int, int]]]], levels: int) -> None:
+    blocks = [(min(seen, length), items) for length, own in histories for seen, items in own]
+    ends = torch.tensor([0, *itertools.accumulate(items for _, items in blocks)])
+    numbers = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    seen = torch.tensor([seen for seen, _ in blocks], dtype=torch.int64)
+    targets = PageTargets(numbers, numbers.float(), numbers.bool(), ends, torch.zeros_like(seen), seen, torch.zeros_like(seen))
+    lengths = torch.tensor([length for length, _ in histories])
+    pairs = sum(sum(range(1, 2 + length * levels)) for length, _ in histories)
+    pairs += sum(1 + seen * levels + place for seen, items in blocks for place in range(1, items * levels))
+    tokens = sum(1 + length * levels for length, _ in histories) + sum(items * levels - 1 for _, items in blocks)
+    assert StepWork(0.0, 1.0, 0.0, levels).page_flops(lengths, targets) == 6 * pairs
+    assert StepWork(1.0, 0.0, 2.0, levels).page_flops(lengths, targets) == 6 * (tokens + 2 * len(numbers))
+    meter = StepMeter(StepWork(1.0, 0.0, 0.0, levels), 1.0)
+    meter.add(lengths, targets)
+    assert meter.report(1.0)["mfu"] == 6 * tokens
+
+
+@given(st.integers(1, 12), st.integers(1, 2), st.integers(1, 3))
+def test_pairs_behind_a_merged_prompt_are_those_that_blocks_see(items: int, places_per_item: int, behind: int) -> None:
+    work = StepWork(0.0, 1.0, 0.0, places_per_item + behind, behind=behind)
+    prompt = 1 + places_per_item * (items - 1)
+    pairs = sum(range(1, prompt + 1)) + sum(1 + places_per_item * item + place for item in range(items) for place in range(1, behind + 1))
+    assert work.flops(torch.tensor([items])) == 6 * pairs
+    assert StepWork(1.0, 0.0, 0.0, places_per_item + behind, behind=behind).flops(torch.tensor([items])) == 6 * (prompt + items * behind)
+
+
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=8))
 def test_work_of_a_batch_is_that_of_its_histories(lengths: list[int]) -> None:
     work = StepWork(5.0, 3.0, 2.0, 2)
@@ -67,6 +96,8 @@ def test_attention_of_each_model() -> None:
     generator = Generator(GeneratorConfig((4, 6), num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8))
     work = work_of(generator, recipe("tiny"), ITEMS)
     assert work.per_pair == 2 * 3 * 4 * 8 and work.per_item == 10 * generator.config.hidden_size and work.tokens_per_item == 2
+    merged = work_of(Generator(replace(generator.config, merger=MergerConfig(True, "kept"))), recipe("tiny"), ITEMS)
+    assert (merged.tokens_per_item, merged.behind, merged.per_item - work.per_item) == (3, 1, 2 * generator.config.hidden_size**2)
 
 
 def test_items_that_a_target_is_compared_with() -> None:

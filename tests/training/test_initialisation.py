@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from semantide.services.training.initialisation import begin_at_checkpoint, begin_at_codebooks, centroids, read_codebooks
 from semantide.shared.errors import Conflict
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.token_merger import MergerConfig
 
 
 def cosine(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -80,3 +81,19 @@ def test_codes_are_added_behind_a_checkpoints_own_tokens(tmp_path: Path, tied: b
     assert not fresh and torch.equal(again.head_VD, alone.head_VD)
     with pytest.raises(Conflict, match=r"levels \(6, 4\) and the catalog \(4, 6\)"):
         begin_at_checkpoint(tmp_path / "extended", shape, (4, 6), False, seed=1)
+
+
+def test_a_merger_begins_as_the_mean_on_a_checkpoint_and_is_kept_from_then_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    Generator(GeneratorConfig((6, 4), hidden_size=32)).save_pretrained(tmp_path / "plain")
+    wanted = GeneratorConfig(dropout=0.25, merger=MergerConfig(True, "kept"))
+    merged, fresh = begin_at_checkpoint(tmp_path / "plain", wanted, (6, 4), False, seed=1)
+    assert not fresh and merged.config.merger == wanted.merger and not bool(merged.merger.proj.weight.any())
+    with torch.no_grad():
+        merged.merger.proj.weight.normal_()
+    merged.save_pretrained(tmp_path / "merged")
+    for shape in (wanted, GeneratorConfig()):
+        again, _ = begin_at_checkpoint(tmp_path / "merged", shape, (6, 4), False, seed=1)
+        assert again.config.merger == wanted.merger and torch.equal(again.merger.proj.weight, merged.merger.proj.weight)
+    with pytest.raises(Conflict, match=r"leave generator\.merger out"):
+        begin_at_checkpoint(tmp_path / "merged", GeneratorConfig(merger=MergerConfig(True)), (6, 4), False, seed=1)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from fastapi import FastAPI
@@ -17,9 +19,11 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained
 from semantide.shared.errors import BadData, Conflict, JobCancelled
-from semantide.shared.jobs import JobContext, Jobs
+from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.retriever import ItemVectors
+
+from .conftest import write_dataset
 
 MakeJob = Callable[..., JobContext]
 QUICK = {
@@ -67,6 +71,99 @@ def test_one_seed_gives_one_digest_cancelled_in_between_or_not(make_job: MakeJob
     assert trained(1) == first
     assert trained(1, stop_at=9) == first
     assert trained(2) != first
+
+
+def test_a_generator_on_merged_prompts_is_trained_resumed_measured_and_made_of_one_without(
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merger = {"enabled": True, "separator": "kept", "features": ["actions"]}
+    config = {**QUICK, "generator": {**QUICK["generator"], "merger": merger, "dropout": 0.1}}  # type: ignore[dict-item]
+    model = run(make_job("train", recipe="tiny", config=config, inputs=inputs, seed=3)).artifacts["model"]
+    card = json.loads((store.get(model) / "semantide.json").read_text())
+    assert card["merger"] == {**merger, "actions": ["click", "like"]} and card["metrics"]["valid"]["ndcg@10"] > 0.4
+    again = make_job("train", recipe="tiny", config=config, inputs=inputs, seed=3)
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise JobCancelled("stop")
+
+    monkeypatch.setattr(again, "check_cancelled", check)
+    with pytest.raises(JobCancelled):
+        run(again)
+    assert run(again).artifacts["model"] == model
+    plain = run(make_job("train", recipe="tiny", config={**QUICK, "epochs": 3}, inputs=inputs)).artifacts["model"]
+    further = {**QUICK, "epochs": 2, "checkpoint": plain, "generator": {"merger": {"enabled": True}}}
+    merged = run(make_job("train", recipe="tiny", config=further, inputs=inputs)).artifacts["model"]
+    assert Generator.from_pretrained(store.get(merged)).config.merger.enabled
+    for other in (model, merged):
+        rows = run(make_job("evaluate", config={"ks": [10], "beam_width": 20}, inputs={**inputs, "model": other})).result["rows"]
+        recall = {(row["model"], row["exclude_seen"]): row["metrics"]["recall@10"] for row in rows}
+        assert recall["generator", False] > recall["popularity", False] + 0.2
+
+
+def with_pages(store: ArtifactStore, inputs: dict[str, str], folder: Path) -> dict[str, str]:
+    """The ring, shown in pages of the next two or three items."""
+    write_dataset(folder)
+    users = pq.read_table(folder / "users.parquet").to_pylist()
+    pages: dict[str, list[Any]] = {"user": [], "time": [], "items": [], "actions": []}
+    for row, user in enumerate(users):
+        begin = 0
+        while begin < user["train_end"]:
+            end = min(begin + 2 + (row + begin) % 2, user["train_end"])
+            shown = [*user["items"][begin:end], (user["items"][begin] + 30) % 60]
+            for name, value in (("user", row), ("time", user["times"][begin]), ("items", shown), ("actions", [*user["actions"][begin:end], "exposure"])):
+                pages[name].append(value)
+            begin = end
+    types = {"user": pa.int32(), "time": pa.int64(), "items": pa.list_(pa.int32()), "actions": pa.list_(pa.string())}
+    pq.write_table(pa.table({name: pa.array(values, types[name]) for name, values in pages.items()}), folder / "pages.parquet")
+    (folder / "dataset.json").write_text(json.dumps({"config": {"actions": {"exposure": 0.0, "click": 1.0, "like": 3.0}}}))
+    return {**inputs, "dataset": store.put("datasets", folder)}
+
+
+@pytest.mark.parametrize("pages", [{"targets": "parallel", "exposed": "contrast"}, {"targets": "sequential", "exposed": "weak"}, {"targets": "point"}])
+def test_training_by_pages_learns_resumes_and_says_what_the_pages_were(
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: dict[str, Any]
+) -> None:
+    inputs = with_pages(store, inputs, tmp_path / "shown")
+    config = {**QUICK, "epochs": 8, "ema": 0.5, "pages": pages}
+
+    def trained(stop_at: int | None = None) -> JobOutcome:
+        job = make_job("train", recipe="pagewise", config=config, inputs=inputs, seed=2)
+        calls = 0
+
+        def check() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:
+                raise JobCancelled("stop")
+
+        monkeypatch.setattr(job, "check_cancelled", check)
+        if stop_at is not None:
+            with pytest.raises(JobCancelled):
+                run(job)
+        return run(job)
+
+    whole = trained()
+    assert whole.result["valid"]["ndcg@10"] > 0.3
+    figures = whole.result["pages"]
+    assert figures["can_pay"] and figures["trained_pages"] == figures["pages"] > 100 and figures["trained_positives"] == figures["positives"] > figures["pages"]
+    assert trained(stop_at=9).artifacts == whole.artifacts
+    assert Generator.from_pretrained(store.get(whole.artifacts["model"])).vocabulary.level_sizes == (8, 8)
+    again = make_job("train", recipe="pagewise", config={**config, "epochs": 1, "checkpoint": whole.artifacts["model"]}, inputs=inputs)
+    assert run(again).result["valid"]["ndcg@10"] > 0.3, "goes on from a model that was trained before"
+
+
+def test_a_data_set_without_pages_is_refused_with_the_remedy(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path) -> None:
+    with pytest.raises(Conflict, match="make the data set anew"):
+        run(make_job("train", recipe="pagewise", config=QUICK, inputs=inputs))
+    shown = with_pages(store, inputs, tmp_path / "shown")
+    with pytest.raises(BadData, match="intensity 9"):
+        run(make_job("train", recipe="pointwise", config={**QUICK, "pages": {"clicked_from": 9, "ordered_from": 9}}, inputs=shown))
+    with pytest.raises(BadData, match="pages are for a generator"):
+        run(make_job("train", recipe="sasrec", config={"pages": {"targets": "parallel"}}, inputs=shown))
 
 
 def test_evaluation_puts_popularity_sasrec_and_the_generator_side_by_side(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, queues: Any) -> None:

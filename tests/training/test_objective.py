@@ -12,7 +12,9 @@ from semantide.shared.decoding.brute_force import score_every_item
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
+from semantide.shared.models.token_merger import MergerConfig
 
 LEVELS = (4, 3)
 CODES = np.array([[a, b] for a in range(4) for b in range(3)])
@@ -92,17 +94,23 @@ def test_repeats_can_be_unlearned_without_touching_what_else_is_supervised() -> 
     assert float(told(objective.loss(batch))[1][2]) < 0.95 * float(both[2])
 
 
+@pytest.mark.parametrize(
+    "merger", [MergerConfig(), MergerConfig(True), MergerConfig(True, "kept"), MergerConfig(True, "merged"), MergerConfig(True, features=("gaps",))]
+)
 @pytest.mark.parametrize("repeat_weight", [0.0, 1.0])
-def test_what_is_trained_with_a_seen_bias_is_what_decoding_scores(repeat_weight: float) -> None:
+def test_what_is_trained_is_what_decoding_scores(repeat_weight: float, merger: MergerConfig) -> None:
+    """With a correction by what was seen, with repeats to unlearn, and however the prompt is read."""
     torch.manual_seed(0)
     shape = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 16}
-    model = Generator(GeneratorConfig(LEVELS, **shape, seen_bias=True)).double()  # type: ignore[arg-type]
+    model = Generator(GeneratorConfig(LEVELS, **shape, seen_bias=True, merger=merger)).double()  # type: ignore[arg-type]
     torch.nn.init.normal_(model.seen_bias.weight)
-    history = [3, 5, 3, 4, 11]
+    if merger.enabled:
+        torch.nn.init.normal_(model.merger.proj.weight, std=0.2)
+    histories = [[3, 5, 3, 4, 11], [7], [1, 2]]
     tokens = torch.from_numpy(model.vocabulary.item_tokens(CODES))
-    _, parts = told(NextToken(model, tokens, replace(tiny(), repeat_weight=repeat_weight)).loss(histories_of([history])))
+    _, parts = told(NextToken(model, tokens, replace(tiny(), repeat_weight=repeat_weight)).loss(histories_of(histories)))
     scores = []
-    for place, target in enumerate(history):
-        prompt = torch.from_numpy(model.vocabulary.history_tokens(tokens[history[:place]].numpy()))
-        scores.append(score_every_item(GeneratorDecoder(model), CODES, prompt, torch.tensor([0, len(prompt)]))[0, target])
+    for history, place in [(each, place) for each in histories for place in range(len(each))]:
+        prompt = torch.from_numpy(PromptSpelling.of(model, CODES).prompt(np.array(history[:place], dtype=np.int64)))
+        scores.append(score_every_item(GeneratorDecoder(model), CODES, prompt, torch.tensor([0, len(prompt)]))[0, history[place]])
     assert float(parts[:2].sum()) == pytest.approx(-np.mean(scores), rel=1e-5)

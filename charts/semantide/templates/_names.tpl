@@ -130,3 +130,25 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* A whole quantity (8Gi) as a number. */}}
+{{- define "semantide.bytes" -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- mul (regexFind "^[0-9]+" . | int64) (get $units (regexFind "[A-Za-z]*$" .) | int64) -}}
+{{- end -}}
+
+{{/* A StatefulSet's volumes are made once: what the API server would refuse half-way through an upgrade is said before anything is changed. */}}
+{{- define "semantide.redisVolumeUnchanged" -}}
+{{- $name := printf "%s-redis" (include "semantide.name" .) -}}
+{{- with lookup "apps/v1" "StatefulSet" .Release.Namespace $name -}}
+{{- $claim := (first .spec.volumeClaimTemplates).spec -}}
+{{- $size := $claim.resources.requests.storage | toString -}}
+{{- $remedy := printf "to have another one set spec.resources.requests.storage of the claim data-%s-0 where its class allows to grow, delete the StatefulSet with `kubectl delete statefulset %s --namespace %s --cascade=orphan`, and upgrade again" $name $name $.Release.Namespace -}}
+{{- if ne (include "semantide.bytes" $size) (include "semantide.bytes" $.Values.redisStorageSize) -}}
+{{- fail (printf "redisStorageSize is %s, and Redis' volume in the cluster was made with %s, which Kubernetes cannot change in place: set redisStorageSize=%s; %s" $.Values.redisStorageSize $size $size $remedy) -}}
+{{- end -}}
+{{- if ne ($claim.storageClassName | default "") $.Values.redisStorageClass -}}
+{{- fail (printf "redisStorageClass is %q, and Redis' volume in the cluster was made with %q, which Kubernetes cannot change: set redisStorageClass=%s; for a volume of another class copy the data (docs/operations.md, Backup), delete the StatefulSet and its claim data-%s-0, and upgrade again" $.Values.redisStorageClass ($claim.storageClassName | default "") ($claim.storageClassName | default "") $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -68,7 +68,7 @@ def test_a_prompt_that_several_requests_have_is_read_once(items: list[int], chos
         alone, state = decoder.begin(*pack([prompt]))
         torch.testing.assert_close(logits[request], alone[0])
         torch.testing.assert_close(stepped[request], decoder.step(state, 1, beams[0][request : request + 1], beams[1][request : request + 1])[0])
-        torch.testing.assert_close(together.prompt_kv(request).kv_L2tGd, state.prompt_kv(0).kv_L2tGd)
+        torch.testing.assert_close(together.prompt_kv(request).kv_L2pGd, state.prompt_kv(0).kv_L2pGd)
         if any(torch.equal(prompt, other) for other in prompts[:request]):
             assert together.read_R[request] == 1
 
@@ -147,7 +147,7 @@ def test_a_returning_user_gets_what_a_new_one_gets(requests: list[tuple[int, int
     cold, cold_state = decoder.begin(*pack(prompts))
     warm, warm_state = decoder.begin(*pack(prompts), cached)
     torch.testing.assert_close(warm, cold, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(warm_state.prompt_L2TGd, cold_state.prompt_L2TGd, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(warm_state.prompt_L2PGd, cold_state.prompt_L2PGd, rtol=1e-9, atol=1e-9)
     for read, prompt, (_, known, use) in zip(warm_state.read_R, prompts, requests, strict=True):
         if use and known > 1 and len(prompt) > 2:
             assert read == max(1, len(prompt) - known)
@@ -156,7 +156,7 @@ def test_a_returning_user_gets_what_a_new_one_gets(requests: list[tuple[int, int
     for request, prompt in enumerate(prompts):
         again = warm_state.prompt_kv(request)
         assert torch.equal(again.tokens_t, prompt)
-        torch.testing.assert_close(again.kv_L2tGd, cold_state.prompt_kv(request).kv_L2tGd, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(again.kv_L2pGd, cold_state.prompt_kv(request).kv_L2pGd, rtol=1e-9, atol=1e-9)
 
 
 def test_a_prompt_of_another_model_is_refused() -> None:
@@ -192,7 +192,7 @@ def test_a_request_never_holds_more_than_it_reserved_and_nothing_after_its_end(r
             if ends == "error" and level == 3:
                 raise RuntimeError("the step failed")
             decoder.step(state, level, *player.beams(before, counts, level), counts)
-            assert (state.prompt_L2TGd.nbytes + state.own_L2CGd.nbytes) <= pool.in_use_bytes
+            assert (state.prompt_L2PGd.nbytes + state.own_L2CGd.nbytes) <= pool.in_use_bytes
             before = counts
     except RuntimeError:
         assert ends == "error"
@@ -215,7 +215,7 @@ def test_stores_of_leased_memory_are_made_once_however_the_beams_grow(narrowed: 
         decoder.keep(state, [1])
         prompts, widths, before, leases = prompts[1:], widths[1:], [2], leases[1:]
     store = state.own_L2CGd
-    assert state.prompt_L2TGd.nbytes + store.nbytes == sum(lease.num_bytes for lease in leases)
+    assert state.prompt_L2PGd.nbytes + store.nbytes == sum(lease.num_bytes for lease in leases)
     for level in (2, 3):
         decoder.step(state, level, *player.beams(before, widths, level), widths)
         before = widths

@@ -1,5 +1,6 @@
 import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.quantised import BFloat16Linear, Int8Linear, fastest, shorten
+from semantide.shared.models.token_merger import MergerConfig
 
 LEVELS = (7, 5, 6)
 
@@ -47,9 +49,8 @@ def test_zeros_stay_zeros_and_what_is_no_number_shows() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
-def test_a_shortened_generator_decodes_nearly_the_same(weights: str, kind: str) -> None:
-    changes = {"qk_norm": False, "qkv_bias": True} if kind == "qwen2" else {}
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "qkv_bias": True}, {"merger": MergerConfig(True)}])
+def test_a_shortened_generator_decodes_nearly_the_same(weights: str, changes: dict[str, Any]) -> None:
     exact, short = make(**changes), shorten(make(**changes), weights, time.perf_counter)  # type: ignore[arg-type]
     assert {type(layer.mlp.down_proj).__name__ for layer in short.layers} == {"Int8Linear" if weights == "int8" else "BFloat16Linear"}
     tokens = torch.tensor([0, 3, 9, 15, 1, 8, 13])

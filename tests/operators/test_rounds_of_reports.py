@@ -1,0 +1,53 @@
+"""What jobs say of themselves, and what is told of them, over whole rounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from semantide.operators.resources import CHECKPOINT_ANNOTATION, PROGRESS_ANNOTATION, STEP_SECONDS_ANNOTATION
+
+Worlds = Callable[..., Any]
+
+
+def test_what_a_job_says_of_itself_is_shown(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8)
+    lab.settle()
+    said = {
+        PROGRESS_ANNOTATION: json.dumps({"done": 3, "total": 9, "unit": "epochs", "stage": "train"}),
+        CHECKPOINT_ANNOTATION: "step-120",
+        STEP_SECONDS_ANNOTATION: json.dumps({"0": 0.1, "1": 0.15}),
+    }
+    lab.cluster.annotate("NPUJob", "lab", "train", said)
+    lab.settle()
+    status = lab.status("train")
+    assert status["progress"]["done"] == 3 and status["checkpoint"] == "step-120"
+    slow = status["placement"][1]["node"]
+    assert status["slow"] == [{"node": slow, "ratio": 1.5}] and slow in status["message"]
+    lab.end("train")
+    lab.settle()
+    lab.submit("next", npus=8)
+    lab.settle()
+    assert lab.status("next")["placement"][0]["node"] != slow
+
+
+@pytest.mark.parametrize("annotation", ["", "[1]", "{", '{"0": "x"}', '{"a": 1}', '{"done": "much"}'])
+def test_nonsense_in_annotations_is_passed_over(world: Worlds, annotation: str) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8)
+    lab.cluster.annotate("NPUJob", "lab", "train", {PROGRESS_ANNOTATION: annotation, STEP_SECONDS_ANNOTATION: annotation})
+    lab.settle()
+    assert lab.phase("train") == "Running"
+
+
+def test_events_tell_what_happened_and_are_told_once(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train")
+    lab.settle()
+    for _ in range(5):
+        lab.turn(1, seconds=10)
+    assert sorted(body["reason"] for body in lab.cluster.of("Event")) == ["Placed", "Running"]

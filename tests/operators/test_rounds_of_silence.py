@@ -1,0 +1,57 @@
+"""A node is lost when it has been silent for its grace by the operator's own clock, whatever other clocks say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from semantide.operators.pods import time_of
+
+Worlds = Callable[..., Any]
+
+
+@pytest.mark.parametrize("skew", [-86_400.0, -30.0, 0.0, 30.0, 86_400.0])
+def test_the_nodes_clock_decides_nothing(world: Worlds, skew: float) -> None:
+    lab = world(["a", "b"], node_grace_seconds=20)
+    lab.submit("train", npus=8)
+    lab.settle()
+    (place,) = lab.status("train")["placement"]
+    told = {"type": "Ready", "status": "Unknown", "lastTransitionTime": time_of(lab.now + skew)}
+    lab.cluster.set_status("Node", "", place["node"], conditions=[told])
+    lab.turn(1, 15.0)
+    lab.turn(1, 4.0)
+    assert lab.phase("train") == "Running"
+    lab.turn(2, 4.0)
+    assert lab.phase("train") == "Restarting" and place["node"] in lab.status("train")["message"]
+
+
+def test_a_node_that_answered_in_between_has_its_whole_grace_again(world: Worlds) -> None:
+    lab = world(["a", "b"], node_grace_seconds=20)
+    lab.submit("train", npus=8)
+    lab.settle()
+    (place,) = lab.status("train")["placement"]
+    for _ in range(3):
+        lab.nodes.ready(place["node"], False)
+        lab.turn(1, 15.0)
+        lab.nodes.ready(place["node"], True)
+        lab.turn(1, 1.0)
+    lab.nodes.ready(place["node"], False)
+    lab.turn(1, 15.0)
+    lab.turn(1, 1.0)
+    assert lab.phase("train") == "Running"
+
+
+def test_a_new_operator_begins_to_count_anew(world: Worlds) -> None:
+    lab = world(["a", "b"], node_grace_seconds=20)
+    lab.submit("train", npus=8)
+    lab.settle()
+    (place,) = lab.status("train")["placement"]
+    lab.nodes.ready(place["node"], False)
+    lab.turn(1, 15.0)
+    lab.new_operator()
+    lab.turn(2, 9.0)
+    assert lab.phase("train") == "Running"
+    lab.turn(2, 9.0)
+    assert lab.phase("train") == "Restarting"
