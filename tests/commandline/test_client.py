@@ -138,6 +138,24 @@ def test_align_takes_the_newest_generator_and_reward_and_shows_what_became_of_th
         assert text in output
 
 
+def test_two_models_are_judged_within_the_bounds_of_the_deployment(client: Client, settings: Settings, tmp_path: Path) -> None:
+    store = ArtifactStore(settings.artifacts_root)
+
+    def stored(kind: str, content: str, **more: Any) -> str:
+        folder = tmp_path / kind / content
+        folder.mkdir(parents=True)
+        (folder / "content").write_text(content)
+        return store.put(kind, folder, **more)
+
+    made_from = {"dataset": stored("datasets", "a"), "catalog": stored("catalogs", "a")}
+    model, other = stored("models", "a", inputs=made_from), stored("models", "b")
+    assert invoke("evaluate", "--model", model, "--against", other, "--no-wait").exit_code == 0
+    assert invoke("evaluate", "--model", model, "--against", other, "--set", 'bounds={"hr@10": 0.1}', "--no-wait").exit_code == 0
+    specs = [job["spec"] for job in client.get("/v1/jobs", kind="evaluate")]
+    assert all(spec["inputs"] == {**made_from, "model": model, "live": other} for spec in specs)
+    assert {tuple(spec["config"]["bounds"]) for spec in specs} == {tuple(Settings().promotion_bounds), ("hr@10",)}
+
+
 def test_simulated_people_write_a_log_and_visit_recommenders(tmp_path: Path) -> None:
     small = ["--users", "20", "--items", "40", "--topics", "3", "--sessions", "2", "--form", "jsonl", "--seed", "3"]
     outcome = invoke("simulate", str(tmp_path / "sim"), *small)
