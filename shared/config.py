@@ -94,7 +94,7 @@ class Settings(BaseSettings):
     serving_round_beams: int = Field(default=1024, ge=1)
     """Most beams of the requests answered together; a wider request goes alone, beams."""
     serving_round_tokens: int = Field(default=16384, ge=1)
-    """Most prompt tokens of the requests answered together; a longer one goes alone, tokens."""
+    """Most prompt tokens of the requests answered together (a merged item counts as one); a longer one goes alone, tokens."""
     serving_workers: int = Field(default=0, ge=0)
     """Threads that compute recommendations, each with its share of the cores. 0: one per two cores, at most 4."""
     serving_weights: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
