@@ -65,6 +65,8 @@ IMPORTED = (
     "scipy.optimize",
     "scipy.sparse",
     "sklearn.feature_extraction.text",
+    "sklearn.isotonic",
+    "sklearn.linear_model",
     "sklearn.utils.extmath",
     "starlette.exceptions",
     "structlog",

@@ -90,7 +90,16 @@ def wait_gone(pids: list[int], seconds: float = 30) -> None:
 def test_up_says_what_runs_revives_what_dies_and_leaves_nothing(up: Callable[..., Up]) -> None:
     stack = up()
     state = stack.wait_ready()
-    assert set(state["processes"]) == {"broker", "api", "ingestion worker", "tokenization worker", "negatives worker", "training worker", "serving worker"}
+    assert set(state["processes"]) == {
+        "broker",
+        "api",
+        "ingestion worker",
+        "tokenization worker",
+        "negatives worker",
+        "training worker",
+        "reward worker",
+        "serving worker",
+    }
     key = stack.run("key").stdout.strip()
     assert httpx.get(f"{state['url']}/v1/jobs", headers={"X-API-Key": key}).json() == []
     assert httpx.get(f"{state['url']}/docs", auth=("me", key)).status_code == 200
@@ -150,7 +159,7 @@ def test_every_worker_of_a_stack_has_a_metrics_port_of_its_own(tmp_path: Path, m
     try:
         stack.start()
         ports = {name: environment["SEMANTIDE_METRICS_PORT"] for name, environment in started.items()}
-        assert ports.pop("api") == "0" and sorted(ports.values()) == ["9100", "9101", "9102", "9103", "9104"]
+        assert ports.pop("api") == "0" and sorted(ports.values()) == ["9100", "9101", "9102", "9103", "9104", "9105"]
         assert any("127.0.0.1:9103/metrics" in where for _, where, _ in stack.places())
     finally:
         stack.stop()
