@@ -56,7 +56,9 @@ def load(folder: Path, max_users: int | None = None) -> tuple[Dataset, Feedback,
     times = log["time_ms"].to_numpy()
     valid_time, test_time = int(times[parts >= 1].min()), int(times[parts >= 2].min())
     moments = events["time"].to_numpy()
-    ends = [np.bincount(events["user"].to_numpy()[moments < moment], minlength=len(users)).astype(np.int32) for moment in (valid_time, test_time)]
+    train_end, valid_end = (
+        np.bincount(events["user"].to_numpy()[moments < moment], minlength=len(users)).astype(np.int32) for moment in (valid_time, test_time)
+    )
     rows = events["row"].to_numpy()
     counts = np.bincount(rows[moments < valid_time], minlength=len(items))
     table = pa.table(
@@ -66,7 +68,7 @@ def load(folder: Path, max_users: int | None = None) -> tuple[Dataset, Feedback,
         }
     )  # fmt: skip
     dataset = Dataset(
-        tuple(map(str, users)), tuple(table["item"].to_pylist()), rows.astype(np.int32), moments, np.concatenate([[0], np.cumsum(lengths)]), *ends, table,
+        tuple(map(str, users)), tuple(table["item"].to_pylist()), rows.astype(np.int32), moments, np.concatenate([[0], np.cumsum(lengths)]), train_end, valid_end, table,
         {"valid_time": valid_time, "test_time": test_time},
     )  # fmt: skip
     pages = log.select(pl.struct("user_id", "date", "tab").rank("dense"))[:, 0].to_numpy().astype(np.int64)
