@@ -195,8 +195,8 @@ def satisfaction(world: World, runs: dict[str, list[dict[str, Any]]], quick: boo
             sys.stderr.write(f"A/B seed {seed}: {json.dumps(row)}\n")
         for form in runs:
             for figure in ("clicks", "orders"):
-                found = test.lift(form, figure)
-                lifts.setdefault((form, figure), []).append((found.value, (found.high - found.low) / 4))
+                change = test.lift(form, figure)
+                lifts.setdefault((form, figure), []).append((change.value, (change.high - change.low) / 4))
     for (form, figure), found in lifts.items():
         if form != "point":
             value = statistics.mean(lift for lift, _ in found)
