@@ -1,4 +1,5 @@
-"""The programs of a real control plane, built once from Debian's source package: ``python tests/cluster/binaries.py``.
+"""The programs of a real control plane, built once from Debian's source package: ``python tests/cluster/binaries.py``; with ``kept`` it only answers, by
+its status, whether they are there.
 
     folder/etcd                       from the binary package etcd-server
     folder/kube-{apiserver,controller-manager,scheduler}, folder/kubelet
@@ -190,6 +191,8 @@ def _run(command: list[str], folder: Path, environment: dict[str, str] | None = 
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["kept"]:
+        sys.exit(0 if kept() else 1)
     try:
         sys.stdout.write(f"{binaries()}\n")
     except BinariesMissing as error:

@@ -60,6 +60,8 @@ for flag in ("--bundle", "-b"):
 os.execv("{runc}", ["runc", *arguments])
 """
 
+_TABLES = {"filter": ("INPUT", "FORWARD", "OUTPUT"), "nat": ("PREROUTING", "INPUT", "OUTPUT", "POSTROUTING")}  # of the packet filter, which an engine writes to
+
 
 class EngineMissing(Exception):
     """No engine can run here; the text says why."""
@@ -309,9 +311,17 @@ def _give_back() -> None:
         return
     found = json.loads(found_file.read_text())
     for tool, rules in found["filters"].items():
-        subprocess.run([f"{tool}-restore"], input=rules, text=True, check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
+        for text in _restoring(rules):
+            subprocess.run([f"{tool}-restore"], input=text, text=True, check=False, capture_output=True, env={**os.environ, "PATH": _PATH})
     Path("/proc/sys/net/ipv4/ip_forward").write_text(found["forwarding"])
     found_file.unlink()
+
+
+def _restoring(rules: str) -> list[str]:
+    """What brings the packet filter back: the tables that were saved, and those that were not there yet as empty ones."""
+    absent = [table for table in _TABLES if f"*{table}\n" not in rules]
+    empty = [f"*{table}\n" + "".join(f":{chain} ACCEPT [0:0]\n" for chain in _TABLES[table]) + "COMMIT\n" for table in absent]
+    return [*([rules] if rules.strip() else []), *empty]
 
 
 def base_image(running: Engine, name: str = BASE_IMAGE) -> str:

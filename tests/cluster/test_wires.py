@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, quote
 
 from .cluster_dns import answer, name_of
 from .device_plugin import _part, _parts, _text
+from .docker_engine import _restoring
 from .kubelet import KernelSettings
 from .node_engine import NODE_LABEL, filtered, labelled
 
@@ -62,3 +63,12 @@ def test_the_kernel_has_its_settings_back_even_after_a_run_that_was_killed(tmp_p
     with KernelSettings(tmp_path / "system", kept):
         setting.write_text("10\n")
     assert setting.read_text() == "1\n" and not kept.exists()
+
+
+def test_tables_that_were_not_there_are_emptied_and_the_others_come_back() -> None:
+    saved = "*nat\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -j MINE\nCOMMIT\n"
+    assert _restoring(saved)[0] == saved
+    for rules, absent in (("", {"*filter", "*nat"}), (saved, {"*filter"}), (saved + "*filter\nCOMMIT\n", set())):
+        emptied = [text for text in _restoring(rules) if text != rules]
+        assert {text.partition("\n")[0] for text in emptied} == absent
+        assert all(text.endswith("COMMIT\n") and "-A" not in text for text in emptied)
