@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.pods import time_of
 
 Worlds = Callable[..., Any]
 
@@ -101,6 +102,31 @@ def test_lost_replicas_come_again_elsewhere(world: Worlds) -> None:
         lab.cluster.remove(body)
     lab.settle()
     assert lab.status("shop", "NPUService")["readyReplicas"] == 2
+
+
+def test_a_replica_that_the_scheduler_refuses_is_placed_elsewhere(world: Worlds) -> None:
+    lab = world(["a", "b"], unschedulable_seconds=30.0, avoid_seconds=300.0)
+    lab.serve("shop", npus=4)
+    lab.operator.turn()
+    (first,) = lab.pods("shop", "service")
+    full = first["metadata"]["annotations"]["semantide.io/node"]
+    told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": f"{full} is full", "lastTransitionTime": time_of(lab.now)}
+    lab.cluster.set_status("Pod", "lab", first["metadata"]["name"], conditions=[told])
+    lab.now += 29
+    lab.operator.turn()
+    assert [body["metadata"]["uid"] for body in lab.pods("shop", "service")] == [first["metadata"]["uid"]]
+    lab.now += 2
+    lab.settle()
+    status = lab.status("shop", "NPUService")
+    (place,) = status["placement"]
+    assert status["phase"] == "Running" and place["node"] == ({"a", "b"} - {full}).pop() and place["pod"] != first["metadata"]["name"]
+    lab.change("NPUService", "shop", replicas={"min": 2, "max": 2})
+    lab.settle()
+    nodes = [place["node"] for place in lab.status("shop", "NPUService")["placement"]]
+    assert len(nodes) == 2 and lab.status("shop", "NPUService")["avoid"][0]["node"] == full
+    lab.now += 300
+    lab.turn(2, 1.0)
+    assert not lab.status("shop", "NPUService").get("avoid")
 
 
 def test_suspend_and_scale_down(world: Worlds) -> None:
