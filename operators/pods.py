@@ -41,6 +41,7 @@ class Pod:
     host_address: str = ""
     delete_by: float | None = None
     ready: bool = False
+    unready_since: float | None = None
     attempt: int = 0
     rank: int = 0
     revision: str = ""
@@ -81,6 +82,7 @@ class Pod:
         waiting: Mapping[str, Any] = next((state["waiting"] for state in states if state.get("waiting")), {})
         conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled") or {}
+        readiness = conditions.get("Ready") or {}
         refused = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
         return cls(
             namespace=metadata.get("namespace", "default"),
@@ -93,7 +95,8 @@ class Pod:
             address=status.get("podIP") or "",
             host_address=status.get("hostIP") or "",
             delete_by=seconds_of(metadata.get("deletionTimestamp")),
-            ready=(conditions.get("Ready") or {}).get("status") == "True",
+            ready=readiness.get("status") == "True",
+            unready_since=seconds_of(readiness.get("lastTransitionTime")) if readiness.get("status") == "False" else None,
             attempt=_number(labels.get(ATTEMPT_LABEL)),
             rank=_number(labels.get(RANK_LABEL)),
             revision=labels.get(REVISION_LABEL, ""),

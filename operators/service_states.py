@@ -21,6 +21,8 @@ from semantide.operators.resources import NODE_ANNOTATION, NodeUntil, NPUService
 from semantide.operators.service_pods import replica_manifests, replica_prefix, revision_remains, service_manifest, service_revision, service_selector
 from semantide.operators.settings import OperatorSettings
 
+_UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unready, and is no reason to end them
+
 
 @dataclass(frozen=True)
 class ServiceLook:
@@ -74,7 +76,7 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     old = [pod for pod in staying if pod not in new]
     planned = _planned(look, status, revision)
     wished = 0 if service.spec.suspend else status.wish
-    leaving = list(staying) if service.spec.suspend else _leaving(service, new, old, wished)
+    leaving = list(staying) if service.spec.suspend else _leaving(look, new, old, wished)
     surge = 1 if old and service.spec.rollout.strategy == "Surge" else 0
     after = len(staying) + len(planned) - len(leaving)
     wanted = max(0, min(wished - len(new) - len(planned), wished + surge - after))
@@ -175,18 +177,26 @@ def _place_asked(pod: Pod) -> str:
     return pod.annotations.get(NODE_ANNOTATION, "")
 
 
-def _leaving(service: NPUService, new: Sequence[Pod], old: Sequence[Pod], wished: int) -> list[Pod]:
+def _leaving(look: ServiceLook, new: Sequence[Pod], old: Sequence[Pod], wished: int) -> list[Pod]:
     """Replicas to end now."""
-    rollout = service.spec.rollout
-    ready = sum(pod.ready for pod in (*new, *old))
+    rollout = look.service.spec.rollout
     if old:
-        idle = [pod for pod in old if not pod.ready]
-        serving = sorted((pod for pod in old if pod.ready), key=lambda pod: (pod.created, pod.name))
         may_lack = max(1, rollout.max_unavailable) if rollout.strategy == "InPlace" else 0
-        return [*idle, *serving[: max(0, ready - max(0, wished - may_lack))]]
+        needed = max(0, wished - may_lack - sum(pod.ready for pod in new))
+        order = sorted(old, key=lambda pod: (pod.ready, pod.created, pod.name))
+        over = max(0, len(old) - needed)
+        return [*order[:over], *(pod for pod in order[over:] if _serves_no_more(look, pod))]
     # Those that do not answer go first, then the youngest.
     order = sorted(new, key=lambda pod: (not pod.ready, pod.created, pod.name), reverse=True)
     return order[: max(0, len(new) - wished)]
+
+
+def _serves_no_more(look: ServiceLook, pod: Pod) -> bool:
+    """Whether nothing is lost with a replica: it never ran, or has not answered for long."""
+    if pod.ready:
+        return False
+    since = pod.created if pod.unready_since is None else pod.unready_since
+    return pod.phase == "Pending" or look.now - since > _UNREADY_SECONDS
 
 
 def _planned(look: ServiceLook, status: NPUServiceStatus, revision: str) -> list[PodPlacement]:

@@ -50,6 +50,40 @@ def test_surge_never_has_fewer_replicas_than_asked(world: Worlds) -> None:
     assert not before & {body["metadata"]["uid"] for body in lab.pods("shop", "service")}
 
 
+def test_surge_keeps_old_replicas_that_are_not_ready_for_a_moment(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.serve("shop", low=3, high=3, npus=4)
+    lab.settle()
+    before = {body["metadata"]["name"] for body in lab.pods("shop", "service")}
+    lab.change("NPUService", "shop", model="models/next")
+
+    def all_ready(answer: bool) -> None:
+        told = {"type": "Ready", "status": str(answer), "lastTransitionTime": time_of(lab.now)}
+        for body in lab.pods("shop", "service"):
+            lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], conditions=[told])
+
+    def alive() -> set[str]:
+        return {body["metadata"]["name"] for body in lab.pods("shop", "service") if "deletionTimestamp" not in body["metadata"]}
+
+    all_ready(False)
+    lab.operator.turn()
+    lab.operator.turn()
+    assert before < alive() and len(alive()) == 4, "one of the new revision beside all old ones"
+    lab.nodes.run()
+    lab.nodes.run()
+    lab.operator.turn()
+    assert len(before & alive()) == 2, "one new replica is ready: one old one goes"
+    all_ready(False)
+    lab.now += 290
+    lab.operator.turn()
+    assert len(before & alive()) == 2
+    lab.now += 20
+    lab.operator.turn()
+    assert not before & alive(), "they have not answered for long"
+    lab.settle()
+    assert ready(lab) == 2, "the one of the new revision that was told to be unready stays"
+
+
 def test_in_place_needs_no_spare_room_and_surge_says_that_it_does(world: Worlds) -> None:
     lab = world(["a"])
     lab.serve("shop", low=2, high=2, npus=4)
