@@ -52,6 +52,7 @@ class Pod:
     cause: str = ""
     waits_for: str = ""
     unschedulable_since: float | None = None
+    bound: float | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -107,6 +108,7 @@ class Pod:
             cause=status.get("message") or status.get("reason") or (end.get("message") or end.get("reason") or "" if end else ""),
             waits_for=_said(scheduled) if refused else _said(waiting),
             unschedulable_since=(seconds_of(scheduled.get("lastTransitionTime")) or 0.0) if refused else None,
+            bound=seconds_of(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
             annotations=annotations,
         )
 
