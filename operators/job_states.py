@@ -234,17 +234,25 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
             avoided = tuple(NodeUntil(node=places[pod.name], until=until, reason=pod.waits_for[:200]) for pod in late if pod.name in places)
             status = status.model_copy(update={"avoid": (*status.avoid, *avoided)})
             return _lost(look, status, f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
-        placing = seconds_of(status.placed_time) or now
-    else:
-        placing = now if refusing else max((pod.created for pod in look.gang.values()), default=now)
+    placing = _placing_since(look, status, refusing)
     waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
     if now - placing > settings.placing_seconds:
         cause = f": {waits.name} waits for {waits.waits_for}" if waits else ""
-        return _lost(look, status, f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=True)
+        return _lost(look, status, f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=not refusing)
     manifests = gang_manifests(job, status.placement, status.attempt, settings, now) if missing else []
     creates = tuple(Create(manifest) for manifest in manifests if manifest["kind"] != "Pod" or manifest["metadata"]["name"] in missing)
     message = f"{waits.name} waits for {waits.waits_for}" if waits else f"{len(look.gang)} of {_pods(len(status.placement))} made, waiting for all to run"
     return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates, *_tell_ranks(look, status)))
+
+
+def _placing_since(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) -> float:
+    """Since when all pods of a gang are meant to run. One that another scheduler places may stand long in that one's line, where it holds nothing; once a first pod
+    is on its node the others must follow."""
+    placed = seconds_of(status.placed_time) or look.now
+    if look.job.spec.scheduler == "own":
+        return placed
+    on_nodes = [pod.bound or placed for pod in look.gang.values() if pod.node]
+    return min(on_nodes) if on_nodes else look.now if refusing else placed
 
 
 def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step:

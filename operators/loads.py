@@ -14,23 +14,24 @@ from semantide.operators.snapshot import Snapshot
 
 
 class Loads:
-    """One reader for each service; ``key`` is shown to replicas whose pages want one."""
+    """One reader for each service; ``key`` is shown to replicas in ``own_namespace`` alone: what answers elsewhere is somebody else's."""
 
-    def __init__(self, key: str, clock: Callable[[], float]) -> None:
-        self._key, self._clock = key, clock
-        self._client = httpx.Client(timeout=2.0)
+    def __init__(self, key: str, own_namespace: str, clock: Callable[[], float], client: httpx.Client | None = None) -> None:
+        self._key, self._own_namespace, self._clock = key, own_namespace, clock
+        self._client = client or httpx.Client(timeout=2.0)
         self._readers: dict[str, LoadReader] = {}
 
     def measure(self, snapshot: Snapshot) -> dict[str, tuple[ReplicaLoad, ...]]:
         """The loads of all services' ready replicas, by the service's key."""
-        pods = defaultdict(list)
+        pods = defaultdict(list)  # by namespace too: a pod may name any owner
         for pod in snapshot.pods:
             if pod.ready and pod.address and not pod.deleting:
-                pods[pod.owner].append(pod)
+                pods[pod.namespace, pod.owner].append(pod)
         result = {}
         for service in snapshot.services:
-            reader = self._readers.setdefault(service.key, LoadReader(self._key, self._clock, self._client))
-            addresses = {pod.name: f"http://{_host(pod.address)}:{HTTP_PORT}" for pod in pods[service.metadata.uid]}
+            key = self._key if service.namespace == self._own_namespace else ""
+            reader = self._readers.setdefault(service.key, LoadReader(key, self._clock, self._client))
+            addresses = {pod.name: f"http://{_host(pod.address)}:{HTTP_PORT}" for pod in pods[service.namespace, service.metadata.uid]}
             result[service.key] = tuple(reader.read(addresses))
         for key in self._readers.keys() - result.keys():
             del self._readers[key]

@@ -51,11 +51,11 @@ class Operator:
         self._meters = Meters()
         self._lease = Lease(api, settings.own_namespace, self._identity, settings.lease_seconds, time.monotonic, time.time)
         self._rounds = Rounds(api, settings, time.time, self._lease.held, self._meters, steady=time.monotonic)
-        self._loads = Loads(settings.api_keys.split(",")[0].strip(), time.monotonic)
+        self._loads = Loads(settings.api_keys.split(",")[0].strip(), settings.own_namespace, time.monotonic)
         self._api = api
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._breath = time.monotonic()
-        self._listening = False
+        self._breath = self._renewed = time.monotonic()
+        self._held = self._listening = False
 
     def run(self) -> None:
         """Until SIGTERM or SIGINT, which kopf listens to once it runs."""
@@ -84,7 +84,13 @@ class Operator:
                 page.stop()
 
     def _alive(self) -> bool:
-        return time.monotonic() - max(self._breath, self._rounds.breath) < _SILENT_SECONDS
+        now = time.monotonic()
+        turns = now - max(self._breath, self._rounds.breath) < _SILENT_SECONDS
+        return turns and now - self._renewed < _SILENT_SECONDS + self._renewal_seconds
+
+    @property
+    def _renewal_seconds(self) -> float:
+        return self._settings.lease_seconds / 4
 
     def _await_resources(self) -> bool:
         """Wait for the custom resources to be known: a watch that begins before them would never begin. False where this process is told to end first."""
@@ -95,7 +101,7 @@ class Operator:
                 return True
             except SemantideError as error:
                 _log.warning("jobs and services cannot be listed, are their definitions installed? %s", error)
-                self._breath = time.monotonic()
+                self._breath = self._renewed = time.monotonic()
                 self._stop.wait(_AGAIN_SECONDS)
         return False
 
@@ -137,16 +143,19 @@ class Operator:
                 self._wake.set()
 
     def _lead(self) -> None:
-        held = False
         while not self._stop.is_set():
-            now_held = self._lease.renew()
-            if now_held and not held:
-                _log.info("%s leads", self._identity)
-                self._rounds.forget()
-                self._wake.set()
-            held = now_held
-            self._meters.lead(held)
-            self._stop.wait(self._settings.lease_seconds / 4)
+            self._renewed = time.monotonic()
+            self._carefully("keeping the lease", self._lead_once)
+            self._stop.wait(self._renewal_seconds)
+
+    def _lead_once(self) -> None:
+        held = self._lease.renew()
+        if held and not self._held:
+            _log.info("%s leads", self._identity)
+            self._rounds.forget()
+            self._wake.set()
+        self._held = held
+        self._meters.lead(held)
 
     def _turns(self) -> None:
         while not self._stop.is_set():

@@ -41,6 +41,7 @@ class Pod:
     host_address: str = ""
     delete_by: float | None = None
     ready: bool = False
+    unready_since: float | None = None
     attempt: int = 0
     rank: int = 0
     revision: str = ""
@@ -51,6 +52,7 @@ class Pod:
     cause: str = ""
     waits_for: str = ""
     unschedulable_since: float | None = None
+    bound: float | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -81,6 +83,7 @@ class Pod:
         waiting: Mapping[str, Any] = next((state["waiting"] for state in states if state.get("waiting")), {})
         conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled") or {}
+        readiness = conditions.get("Ready") or {}
         refused = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
         return cls(
             namespace=metadata.get("namespace", "default"),
@@ -93,7 +96,8 @@ class Pod:
             address=status.get("podIP") or "",
             host_address=status.get("hostIP") or "",
             delete_by=seconds_of(metadata.get("deletionTimestamp")),
-            ready=(conditions.get("Ready") or {}).get("status") == "True",
+            ready=readiness.get("status") == "True",
+            unready_since=seconds_of(readiness.get("lastTransitionTime")) if readiness.get("status") == "False" else None,
             attempt=_number(labels.get(ATTEMPT_LABEL)),
             rank=_number(labels.get(RANK_LABEL)),
             revision=labels.get(REVISION_LABEL, ""),
@@ -104,6 +108,7 @@ class Pod:
             cause=status.get("message") or status.get("reason") or (end.get("message") or end.get("reason") or "" if end else ""),
             waits_for=_said(scheduled) if refused else _said(waiting),
             unschedulable_since=(seconds_of(scheduled.get("lastTransitionTime")) or 0.0) if refused else None,
+            bound=seconds_of(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
             annotations=annotations,
         )
 

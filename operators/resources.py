@@ -185,7 +185,7 @@ class Progress(Part):
 
 
 class NodeUntil(Part):
-    """A node that a job keeps off for a while, and why."""
+    """A node that a job or a service keeps off for a while, and why."""
 
     node: str
     until: str
@@ -300,7 +300,7 @@ class NPUServiceStatus(Part):
     """What the operator says of a service.
 
     ``wish`` is how many replicas its load asks for, changed at ``scale_time``; ``moving`` is a pod whose replica shall run on another node. ``revisions`` are
-    those whose templates of resource claims are there.
+    those whose templates of resource claims are there. Nodes in ``avoid`` refused a replica not long ago.
     """
 
     phase: ServicePhase = "Pending"
@@ -313,6 +313,7 @@ class NPUServiceStatus(Part):
     load: ServiceLoad = ServiceLoad()
     wish: int = 0
     moving: str = ""
+    avoid: tuple[NodeUntil, ...] = ()
     scale_time: str | None = None
     revisions: tuple[str, ...] = ()
     message: str = ""

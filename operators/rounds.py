@@ -68,11 +68,11 @@ class Rounds:
         Raises: TransientError, PermanentError when the cluster cannot be read.
         """
         with self._turn:
-            self.breath = self._steady()
+            self.breath = began = self._steady()
             if not self._leads():
                 return None
             now = self._clock()
-            self._refresh(now)
+            self._refresh(began)
             snapshot = self.cache.snapshot(self.settings, now, self._devices, self._loads, dict(self._refusals))
             self.last = snapshot
             there = {f"{JOB_KIND} {job.key}" for job in snapshot.jobs} | {f"{SERVICE_KIND} {service.key}" for service in snapshot.services}
@@ -82,10 +82,11 @@ class Rounds:
             self._meters.saw(snapshot, decided)
             spread = map if self._writers is None else self._writers.map
             failures = sum(spread(lambda entry: self._carry_out(*entry), decided.actions.items()))
-            self._meters.did(decided, failures, self._clock() - now)
+            self._meters.did(decided, failures, self._steady() - began)
             return decided
 
     def _refresh(self, now: float) -> None:
+        """Read anew what is due; ``now`` is by the steady clock, for a machine's own may be set back by hours."""
         settings = self.settings
         if now - self._listed >= settings.relist_seconds:
             for kind in WATCHED:

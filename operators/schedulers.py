@@ -1,7 +1,7 @@
 """Who puts a gang's pods onto nodes: the operator itself, Volcano, or Kubernetes' own gang scheduling.
 
 Handed over, the operator still makes the pods, restarts the gang and reports; it does not place, and pods are held back by their scheduler until
-the least number fits.
+all of them fit: each is told how many there are, so with fewer they would hold NPUs and wait for the rest.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ class HandOver:
 def hand_over(job: NPUJob, gang: str, pods: int, resources: Mapping[str, str], queue: str) -> HandOver:
     """How the job's scheduler hears of a gang of so many pods."""
     metadata = owned(job, gang, {JOB_LABEL: job.name[:63]})
-    least = min(pods, job.spec.least_pods)
     if job.spec.scheduler == "volcano":
         group = {
             "apiVersion": _VOLCANO,
             "kind": "PodGroup",
             "metadata": metadata,
-            "spec": {"minMember": least, "queue": queue, "minResources": {name: str(int(count) * least) for name, count in resources.items()}},
+            "spec": {"minMember": pods, "queue": queue, "minResources": {name: str(int(count) * pods) for name, count in resources.items()}},
         }
         return HandOver((group,), {"scheduling.k8s.io/group-name": gang}, {"schedulerName": "volcano"})
     if job.spec.scheduler == "native":
-        group = {"apiVersion": _NATIVE, "kind": "PodGroup", "metadata": metadata, "spec": {"schedulingPolicy": {"gang": {"minCount": least}}}}
+        group = {"apiVersion": _NATIVE, "kind": "PodGroup", "metadata": metadata, "spec": {"schedulingPolicy": {"gang": {"minCount": pods}}}}
         return HandOver((group,), {}, {"schedulingGroup": {"podGroupName": gang}})
     return HandOver()

@@ -17,9 +17,11 @@ from semantide.operators.conditions import with_conditions
 from semantide.operators.job_states import STUCK_SECONDS
 from semantide.operators.node import Node
 from semantide.operators.pods import Pod, seconds_of, time_of
-from semantide.operators.resources import NPUService, NPUServiceStatus, PodPlacement, ServicePhase
+from semantide.operators.resources import NODE_ANNOTATION, NodeUntil, NPUService, NPUServiceStatus, PodPlacement, ServicePhase
 from semantide.operators.service_pods import replica_manifests, replica_prefix, revision_remains, service_manifest, service_revision, service_selector
 from semantide.operators.settings import OperatorSettings
+
+_UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unready, and is no reason to end them
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class ServiceLook:
     def lost(self, pod: Pod) -> bool:
         """Whether the pod's node cannot answer any more."""
         return bool(pod.node) and (pod.node not in self.nodes or self.nodes[pod.node].gone)
+
+    def refused(self, pod: Pod) -> bool:
+        """Whether Kubernetes' scheduler has long said that the pod does not fit where it was placed."""
+        since = pod.unschedulable_since
+        return since is not None and not pod.node and not pod.deleting and self.now - since > self.settings.unschedulable_seconds
 
 
 @dataclass(frozen=True)
@@ -61,18 +68,20 @@ def advance_service(look: ServiceLook) -> ServiceStep:
         return ServiceStep(status, _end(look, look.pods))
     status, plan = _wish(look, status)
     revision = service_revision(service, look.settings)
-    failed = [pod for pod in look.pods if pod.finished or look.lost(pod) or _npu_failed(look, pod)]
+    refused = [pod for pod in look.pods if look.refused(pod)]
+    status = _avoiding(look, status, refused)
+    failed = [pod for pod in look.pods if pod.finished or look.lost(pod) or _npu_failed(look, pod) or pod in refused]
     staying = [pod for pod in look.pods if pod not in failed and not pod.deleting]
     new = [pod for pod in staying if pod.revision == revision and pod.name != status.moving]
     old = [pod for pod in staying if pod not in new]
     planned = _planned(look, status, revision)
     wished = 0 if service.spec.suspend else status.wish
-    leaving = list(staying) if service.spec.suspend else _leaving(service, new, old, wished)
+    leaving = list(staying) if service.spec.suspend else _leaving(look, new, old, wished)
     surge = 1 if old and service.spec.rollout.strategy == "Surge" else 0
     after = len(staying) + len(planned) - len(leaving)
     wanted = max(0, min(wished - len(new) - len(planned), wished + surge - after))
     moving = status.moving if any(pod.name == status.moving for pod in look.pods) else ""
-    avoid = frozenset(pod.node for pod in look.pods if pod.name == moving)
+    avoid = frozenset((*(pod.node for pod in look.pods if pod.name == moving), *(entry.node for entry in status.avoid)))
     kept = [PodPlacement(pod=pod.name, node=pod.node or _place(status, pod).node, npus=pod.npus) for pod in staying if pod not in leaving]
     ready = sum(pod.ready for pod in staying)
     status = status.model_copy(
@@ -92,6 +101,10 @@ def advance_service(look: ServiceLook) -> ServiceStep:
         *(() if look.fronted else (Create(service_manifest(service)),)),
         *_end(look, [*failed, *leaving, *(pod for pod in look.pods if pod.deleting and pod not in failed)]),
         *_made(look, planned, revision),
+        *(
+            _event(service, "Refused", f"Kubernetes' scheduler refuses {pod.name} on {_place_asked(pod)}: {pod.waits_for}; it is placed anew")
+            for pod in refused
+        ),
         *((_event(service, "Scaled", plan.reason),) if plan.reason and plan.replicas != service.status.wish else ()),
         *((_event(service, "Moving", plan.reason),) if plan.move and plan.reason else ()),
     )
@@ -152,18 +165,38 @@ def _wish(look: ServiceLook, status: NPUServiceStatus) -> tuple[NPUServiceStatus
     return status, plan
 
 
-def _leaving(service: NPUService, new: Sequence[Pod], old: Sequence[Pod], wished: int) -> list[Pod]:
+def _avoiding(look: ServiceLook, status: NPUServiceStatus, refused: Sequence[Pod]) -> NPUServiceStatus:
+    """Keep off nodes that refuse replicas, for a while: others took what was free there."""
+    until = time_of(look.now + look.settings.avoid_seconds)
+    new = {node: NodeUntil(node=node, until=until, reason=pod.waits_for[:200]) for pod in refused if (node := _place_asked(pod))}
+    old = (entry for entry in status.avoid if entry.node not in new and (seconds_of(entry.until) or 0.0) > look.now)
+    return status.model_copy(update={"avoid": (*old, *new.values())})
+
+
+def _place_asked(pod: Pod) -> str:
+    return pod.annotations.get(NODE_ANNOTATION, "")
+
+
+def _leaving(look: ServiceLook, new: Sequence[Pod], old: Sequence[Pod], wished: int) -> list[Pod]:
     """Replicas to end now."""
-    rollout = service.spec.rollout
-    ready = sum(pod.ready for pod in (*new, *old))
+    rollout = look.service.spec.rollout
     if old:
-        idle = [pod for pod in old if not pod.ready]
-        serving = sorted((pod for pod in old if pod.ready), key=lambda pod: (pod.created, pod.name))
         may_lack = max(1, rollout.max_unavailable) if rollout.strategy == "InPlace" else 0
-        return [*idle, *serving[: max(0, ready - max(0, wished - may_lack))]]
+        needed = max(0, wished - may_lack - sum(pod.ready for pod in new))
+        order = sorted(old, key=lambda pod: (pod.ready, pod.created, pod.name))
+        over = max(0, len(old) - needed)
+        return [*order[:over], *(pod for pod in order[over:] if _serves_no_more(look, pod))]
     # Those that do not answer go first, then the youngest.
     order = sorted(new, key=lambda pod: (not pod.ready, pod.created, pod.name), reverse=True)
     return order[: max(0, len(new) - wished)]
+
+
+def _serves_no_more(look: ServiceLook, pod: Pod) -> bool:
+    """Whether nothing is lost with a replica: it never ran, or has not answered for long."""
+    if pod.ready:
+        return False
+    since = pod.created if pod.unready_since is None else pod.unready_since
+    return pod.phase == "Pending" or look.now - since > _UNREADY_SECONDS
 
 
 def _planned(look: ServiceLook, status: NPUServiceStatus, revision: str) -> list[PodPlacement]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from semantide.operators.resources import JOB_LABEL, SERVICE_LABEL, NPUService, PodPlacement
-from semantide.operators.service_pods import replica_manifests
+from semantide.operators.service_pods import replica_manifests, service_revision
 from semantide.operators.settings import OperatorSettings
 
 from .test_chart import KNOWS, REPLICAS, Manifest, Render, environment, of_kind
@@ -50,6 +50,18 @@ def test_pods_of_jobs_are_reached_by_pods_of_jobs_alone(render: Render) -> None:
     assert chosen(peer["podSelector"], labels)
     rooms = (each["spec"]["template"]["metadata"]["labels"] for each in of_kind(manifests, "Deployment").values())
     assert not any(chosen(peer["podSelector"], room) for room in rooms)
+
+
+def test_replicas_are_of_another_revision_once_settings_change(render: Render) -> None:
+    def revision(*more: str) -> str:
+        manifests = render("", *REPLICAS, *KNOWS, *more)
+        service = of_kind(manifests, "NPUService")["shop-semantide-replicas-main"]
+        parsed = NPUService.parse({**service, "metadata": {**service["metadata"], "namespace": "shop", "uid": "u"}})
+        return service_revision(parsed, OperatorSettings(own_namespace="shop", pod_template=template(manifests)))
+
+    before = revision()
+    assert revision() == before == revision("--set", "operatorLogLevel=DEBUG")
+    assert revision("--set", "settings.logLevel=DEBUG") != before
 
 
 @pytest.mark.parametrize("namespaces", ["", "networkPolicyApiNamespaces.shops=true,"])

@@ -6,6 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from semantide.operators.pods import time_of
+
 Worlds = Callable[..., Any]
 
 
@@ -125,6 +129,37 @@ def test_handed_over_gangs_are_not_placed_here(world: Worlds) -> None:
     for body in lab.pods("theirs"):
         assert body["spec"]["schedulerName"] == "volcano" and "affinity" not in body["spec"]
         assert body["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+
+
+@pytest.mark.parametrize("scheduler", ["volcano", "native"])
+def test_handed_over_gangs_start_whole_even_where_they_are_elastic(world: Worlds, scheduler: str) -> None:
+    lab = world(["a"])
+    lab.submit("theirs", pods=4, npus=2, scheduler=scheduler, elastic={"min": 2, "max": 4})
+    lab.operator.turn()
+    spec = lab.cluster.of("PodGroup")[0]["spec"]
+    assert len(lab.pods("theirs")) == 4 == (spec["minMember"] if scheduler == "volcano" else spec["schedulingPolicy"]["gang"]["minCount"])
+
+
+def test_handed_over_gangs_stand_in_line_but_hold_no_part_for_long(world: Worlds) -> None:
+    lab = world(["a"], placing_seconds=900.0)
+    lab.submit("theirs", pods=2, npus=8, scheduler="volcano", restartPolicy={"limit": 0, "backoffSeconds": 0})
+    lab.operator.turn()
+    first, second = (body["metadata"]["name"] for body in lab.pods("theirs"))
+    for name in (first, second):
+        told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room", "lastTransitionTime": time_of(lab.now)}
+        lab.cluster.set_status("Pod", "lab", name, conditions=[told])
+    lab.now += 7200
+    lab.operator.turn()
+    assert lab.phase("theirs") == "Placing", "it holds nothing and stands in its scheduler's line"
+    lab.cluster.bind("lab", first, "a")
+    lab.cluster.set_status("Pod", "lab", first, conditions=[{"type": "PodScheduled", "status": "True", "lastTransitionTime": time_of(lab.now)}])
+    lab.now += 890
+    lab.operator.turn()
+    assert lab.phase("theirs") == "Placing"
+    lab.now += 20
+    lab.operator.turn()
+    status = lab.status("theirs")
+    assert status["phase"] == "Restarting" and "no room" in status["message"] and not status.get("restarts"), "a loss that does not count"
 
 
 def test_a_changed_spec_makes_another_gang_and_a_changed_priority_does_not(world: Worlds) -> None:

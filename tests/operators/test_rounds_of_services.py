@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.pods import time_of
 
 Worlds = Callable[..., Any]
 
@@ -47,6 +48,40 @@ def test_surge_never_has_fewer_replicas_than_asked(world: Worlds) -> None:
     status = lab.status("shop", "NPUService")
     assert status["phase"] == "Running" and status["updatedReplicas"] == 2
     assert not before & {body["metadata"]["uid"] for body in lab.pods("shop", "service")}
+
+
+def test_surge_keeps_old_replicas_that_are_not_ready_for_a_moment(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.serve("shop", low=3, high=3, npus=4)
+    lab.settle()
+    before = {body["metadata"]["name"] for body in lab.pods("shop", "service")}
+    lab.change("NPUService", "shop", model="models/next")
+
+    def all_ready(answer: bool) -> None:
+        told = {"type": "Ready", "status": str(answer), "lastTransitionTime": time_of(lab.now)}
+        for body in lab.pods("shop", "service"):
+            lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], conditions=[told])
+
+    def alive() -> set[str]:
+        return {body["metadata"]["name"] for body in lab.pods("shop", "service") if "deletionTimestamp" not in body["metadata"]}
+
+    all_ready(False)
+    lab.operator.turn()
+    lab.operator.turn()
+    assert before < alive() and len(alive()) == 4, "one of the new revision beside all old ones"
+    lab.nodes.run()
+    lab.nodes.run()
+    lab.operator.turn()
+    assert len(before & alive()) == 2, "one new replica is ready: one old one goes"
+    all_ready(False)
+    lab.now += 290
+    lab.operator.turn()
+    assert len(before & alive()) == 2
+    lab.now += 20
+    lab.operator.turn()
+    assert not before & alive(), "they have not answered for long"
+    lab.settle()
+    assert ready(lab) == 2, "the one of the new revision that was told to be unready stays"
 
 
 def test_in_place_needs_no_spare_room_and_surge_says_that_it_does(world: Worlds) -> None:
@@ -101,6 +136,31 @@ def test_lost_replicas_come_again_elsewhere(world: Worlds) -> None:
         lab.cluster.remove(body)
     lab.settle()
     assert lab.status("shop", "NPUService")["readyReplicas"] == 2
+
+
+def test_a_replica_that_the_scheduler_refuses_is_placed_elsewhere(world: Worlds) -> None:
+    lab = world(["a", "b"], unschedulable_seconds=30.0, avoid_seconds=300.0)
+    lab.serve("shop", npus=4)
+    lab.operator.turn()
+    (first,) = lab.pods("shop", "service")
+    full = first["metadata"]["annotations"]["semantide.io/node"]
+    told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": f"{full} is full", "lastTransitionTime": time_of(lab.now)}
+    lab.cluster.set_status("Pod", "lab", first["metadata"]["name"], conditions=[told])
+    lab.now += 29
+    lab.operator.turn()
+    assert [body["metadata"]["uid"] for body in lab.pods("shop", "service")] == [first["metadata"]["uid"]]
+    lab.now += 2
+    lab.settle()
+    status = lab.status("shop", "NPUService")
+    (place,) = status["placement"]
+    assert status["phase"] == "Running" and place["node"] == ({"a", "b"} - {full}).pop() and place["pod"] != first["metadata"]["name"]
+    lab.change("NPUService", "shop", replicas={"min": 2, "max": 2})
+    lab.settle()
+    nodes = [place["node"] for place in lab.status("shop", "NPUService")["placement"]]
+    assert len(nodes) == 2 and lab.status("shop", "NPUService")["avoid"][0]["node"] == full
+    lab.now += 300
+    lab.turn(2, 1.0)
+    assert not lab.status("shop", "NPUService").get("avoid")
 
 
 def test_suspend_and_scale_down(world: Worlds) -> None:

@@ -116,6 +116,8 @@ podAffinity:
 {{- define "semantide.jobTemplate" -}}
 labels:
   semantide.io/data: {{ include "semantide.dataClaim" . }}
+annotations:
+  checksum/settings: {{ include (print .Template.BasePath "/settings.yaml") . | sha256sum }}
 serviceAccountName: {{ include "semantide.serviceAccountName" . }}
 automountServiceAccountToken: false
 enableServiceLinks: false
