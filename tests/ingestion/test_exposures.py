@@ -64,6 +64,6 @@ def test_what_an_earlier_version_wrote_is_read_with_nulls(tmp_path: Path) -> Non
     old = SEGMENT_SCHEMA.empty_table().select(["user", "item", "time", "action", "page", "value", "event_id", "event"])
     row = {"user": "a", "item": "b", "time": 5, "action": "click", "page": None, "value": None, "event_id": None, "event": b"x" * 16}
     pq.write_table(type(old).from_pylist([row], schema=old.schema), tmp_path / "old.parquet")
-    assert read_segment(tmp_path / "old.parquet").to_pylist() == [row | dict.fromkeys(("tab", "position", "propensity", "signals"))]
+    assert read_segment(tmp_path / "old.parquet").to_pylist() == [dict.fromkeys(SEGMENT_SCHEMA.names) | row]
     with pytest.raises(ValueError, match="columns event are missing"):
         completed(old.drop_columns(["event"]), SEGMENT_SCHEMA)
