@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.services.reward.building import build
-from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, UNUSED, examples, so_far
+from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, UNUSED, examples, learned_from, so_far
 from semantide.services.reward.recipes import RewardTraining, recipe
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict, Corrupt
@@ -138,6 +139,24 @@ def test_halves_of_the_users_share_no_feedback(shop: Path) -> None:
     dataset, feedback, _ = read(shop)
     halves = [set(feedback.users[examples(dataset, feedback, recipe("tiny", {"users": half})).use_X != UNUSED].tolist()) for half in ("even", "odd")]
     assert halves[0] and halves[1] and not halves[0] & halves[1]
+
+
+def test_a_half_of_the_users_knows_nothing_of_what_the_other_half_did(shop: Path, tmp_path: Path) -> None:
+    """Neither its labels nor its spaces of items, which the search and the gate compare in."""
+    dataset, feedback, events = read(shop)
+    vectors: dict[str, np.ndarray] = {}
+    for half, other in (("even", "odd"), ("odd", "even")):
+        config = recipe("tiny", {"epochs": 1, "batch_exposures": 256, "users": half})
+        model = build(dataset, feedback, events, config, WEIGHTS, 0, tmp_path / half)
+        vectors[half] = model.spaces.collaborative_NG
+        # The other half's events become others at the same moments: nothing of the model may move.
+        theirs = np.repeat(learned_from(dataset, recipe("tiny", {"users": other})), np.diff(dataset.offsets))
+        assert theirs.any() and not theirs.all()
+        changed = replace(dataset, items=np.where(theirs, NUM_ITEMS - 1 - dataset.items, dataset.items))
+        again = build(changed, feedback, events, config, WEIGHTS, 0, tmp_path / f"{half}-again")
+        assert np.array_equal(model.spaces.collaborative_NG, again.spaces.collaborative_NG)
+        assert (model.gate, model.header) == (again.gate, again.header)
+    assert vectors["even"].shape[1] and not np.allclose(np.abs(vectors["even"] @ vectors["even"].T), np.abs(vectors["odd"] @ vectors["odd"].T), atol=0.1)
 
 
 def test_unlikely_exposures_stand_for_more(tmp_path: Path) -> None:
