@@ -63,6 +63,17 @@ def test_items_of_the_own_colour_are_preferred_and_relevant(shop: Path, trained:
     assert model.header["metrics"]["gate"]["positives_pass"] >= 0.9
 
 
+def test_a_user_of_unknown_events_alone_is_unknown_to_the_gate(trained: Path) -> None:
+    """As one without any; and an unknown event is not mistaken for a known item."""
+    model = PreferenceModel.load(trained)
+    histories = Histories(np.array([-1, -1, -1, 0, 0, -1, 0]), np.ones(7, np.int64))
+    offsets, rows = np.array([0, 3, 3, 5, 7]), np.arange(NUM_ITEMS)
+    judged = model.judge(np.full(4, -1), histories, offsets, np.repeat(np.arange(4), NUM_ITEMS), np.tile(rows, 4))
+    unknown, empty, known, mixed = judged.gate_X.reshape(4, -1)
+    assert unknown.all() and empty.all() and not known.all() and not mixed.all()
+    assert (judged.relevance_X[:NUM_ITEMS] == judged.relevance_X[NUM_ITEMS : 2 * NUM_ITEMS]).all()
+
+
 def test_a_place_takes_the_blame_for_what_is_seen_less(trained: Path) -> None:
     network = PreferenceModel.load(trained).network
     effects = network.place_effects.detach().numpy()[:4, network.config.signals.index("click")]
