@@ -126,6 +126,8 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
 
     refused(BadData, "promote is 'yes'", {"promote": "yes"})
     refused(ValueError, "config field 'nosuch'", {"nosuch": 1})
+    refused(ValueError, "dropout is on with staleness 1 and updates 1.*give dropout false too", {"staleness": 1})
+    refused(ValueError, "dropout is on with staleness 0 and updates 2", {"updates": 2})
     with pytest.raises(BadData, match="given 2 processes: it runs in one"):
         align(make_job("align", config=SHORT, inputs=trained), scorer, processes=2)
     refused(BadData, "the same artifact", judge=trained["reward"])
