@@ -94,7 +94,7 @@ class Pages:
     def training(self, dataset: Dataset) -> tuple[Pages, IntArray]:
         """The pages of the training part, and how many events of its user's history came before each.
 
-        An event at the very moment of the page is on it, not before it.
+        A temporal split's training part ends at one time for everybody, another one's at its user's first event that is held out. An event at the very moment of the page is on it, not before it.
         """
         lengths = np.diff(dataset.offsets)
         ends = np.where(
@@ -102,6 +102,8 @@ class Pages:
             dataset.times[np.minimum(dataset.offsets[:-1] + dataset.train_end, max(len(dataset.times) - 1, 0))] if len(dataset.times) else 0,
             np.iinfo(np.int64).max,
         )
+        if valid_time := dataset.header.get("valid_time"):
+            ends = np.full(len(lengths), valid_time, dtype=np.int64)
         kept = self.take(self.times_P < ends[self.users_P])
         return kept, np.minimum(earlier_events(dataset, kept.users_P, kept.times_P), dataset.train_end[kept.users_P])
 

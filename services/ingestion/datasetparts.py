@@ -150,13 +150,15 @@ def finish(
     seen = (seen_user >= 0) & (seen_row >= 0)
     named = (events[name].to_numpy() for name in ("time", "action", "page", "tab"))
     time, action, page, tab = (column[seen] for column in named)
-    valid_time, test_time = time_at(parts.train_end), time_at(parts.valid_end)
-    shown = pages(Shown(seen_user[seen], seen_row[seen], time, action, page, tab), valid_time, test_time, signals, session_gap_ms=gap_ms)
     # Those who never liked anything have no row among the users, and what they were shown tells as much as what others were.
     ends = np.full((2, users.num_rows), _NEVER)
     if splitting.split == "temporal":
+        # Everybody's parts end at the same two times: a part that began with what its user liked would have other rates, and would tell of later times.
         ends[:] = [[splitting.valid_time], [splitting.test_time]]
-    ends[:, present] = valid_time, test_time
+    else:
+        ends[:, present] = time_at(parts.train_end), time_at(parts.valid_end)
+    valid_time, test_time = ends[:, present]
+    shown = pages(Shown(seen_user[seen], seen_row[seen], time, action, page, tab), valid_time, test_time, signals, session_gap_ms=gap_ms)
     feedback = _feedback(events, tabs, seen_row, row_of_user, ends, signals, gap_ms)
     figures = (
         len(present), len(item_rows), int(parts.train_end.sum()), int((parts.valid_end - parts.train_end).sum()), int((lengths - parts.valid_end).sum()),
@@ -197,7 +199,7 @@ def _feedback(
     signals: Signals,
     session_gap_ms: int,
 ) -> pa.Table:
-    """Every exposure of an item that has a row; ``ends`` are the times of each user's first validation and test event."""
+    """Every exposure of an item that has a row; ``ends`` are the times from which on each user validates and tests."""
     known = seen_row >= 0
     user, time, action, page, tab = (events[name].to_numpy()[known] for name in ("user", "time", "action", "page", "tab"))
     shown = Shown(user, seen_row[known], time, action, page, tab)

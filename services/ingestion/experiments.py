@@ -63,7 +63,10 @@ def report(events: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, flo
     """
     known = events.filter(pl.col("request_id").is_not_null() & pl.col("variant").is_not_null())
     chosen = known.filter(pl.col("variant_share").is_null())["request_id"].n_unique()
-    rows = known.filter(pl.col("variant_share").is_not_null())
+    told = known.filter(pl.col("variant_share").is_not_null())
+    # Who answered had a share above 0; whatever says otherwise would weigh infinitely.
+    rows = told.filter(pl.col("variant_share").is_between(0, 1, closed="right"))
+    impossible = told["request_id"].n_unique() - rows["request_id"].n_unique()
     requests = _requests(rows, actions)
     names = sorted(requests["variant"].unique().to_list(), key=lambda name: (name != base, name))
     if names and base not in names:
@@ -81,7 +84,7 @@ def report(events: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, flo
         drawn = float((places["propensity"] < 1).mean() or 0.0) if places.height else 0.0  # type: ignore[arg-type]
         share = float(mine["share"][-1])
         figures.append(VariantFigures(name, mine["user"].n_unique(), mine.height, exposures, drawn, share, rewards))
-    return Report(base, requests["user"].n_unique(), requests.height, figures, _warnings(figures, requests, chosen))
+    return Report(base, requests["user"].n_unique(), requests.height, figures, _warnings(figures, requests, chosen, impossible))
 
 
 def _requests(rows: pl.DataFrame, actions: Mapping[str, float]) -> pl.DataFrame:
@@ -156,7 +159,7 @@ def _bounds(interval: Interval) -> dict[str, float]:
     return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
-def _warnings(figures: Sequence[VariantFigures], requests: pl.DataFrame, chosen: int) -> list[str]:
+def _warnings(figures: Sequence[VariantFigures], requests: pl.DataFrame, chosen: int, impossible: int) -> list[str]:
     warnings = []
     if not figures:
         warnings.append(
@@ -175,6 +178,10 @@ def _warnings(figures: Sequence[VariantFigures], requests: pl.DataFrame, chosen:
             warnings.append(
                 f"{one.name!r} met {one.users} of {requests['user'].n_unique()} users although its share is {one.share:.2%}: its requests come back more, or less, often than others, or shares were changed"
             )
+    if impossible:
+        warnings.append(
+            f"{impossible} requests have a share that is not above 0 and at most 1, and count for none: correct their `variant_share`, or leave it out"
+        )
     if chosen:
         warnings.append(f"{chosen} requests named their variant themselves and count for none: their users were not assigned by chance")
     return warnings

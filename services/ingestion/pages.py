@@ -48,7 +48,7 @@ class Pages:
 
 
 def pages(events: Shown, valid_time: IntArray, test_time: IntArray, signals: Signals, *, session_gap_ms: int) -> Pages:
-    """What was shown together; the two times of each user [U] are those of the first validation and first test event, the highest number where there is none.
+    """What was shown together; the two times of each user [U] are those from which on he validates and tests, the highest number where he never does.
 
     An item shown several times on a page counts once, at its first place, with its strongest signal; dislike outweighs all.
     """

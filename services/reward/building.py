@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, Examples, examples, totals
+from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, Examples, examples, learned_from, totals
 from semantide.services.reward.fitting import fit, logits_of
 from semantide.services.reward.item_spaces import crossed_search_vectors, item_spaces
 from semantide.services.reward.recipes import RewardTraining
@@ -53,7 +53,7 @@ def build(
     tick("reading feedback", 0.0)
     found = examples(dataset, feedback, config)
     tick("spaces of items", 0.02)
-    train_E = _train_events(dataset, found)
+    train_E = _train_events(dataset, found, config)
     spaces = item_spaces(dataset, train_E, config, seed)
     crossed_2ND = crossed_search_vectors(dataset, train_E, spaces, config, seed)
     shape = RewardConfig(
@@ -126,11 +126,11 @@ def build(
     return replace(model, header={"config": plain, "metrics": figures, "history": history})
 
 
-def _train_events(dataset: Dataset, found: Examples) -> np.ndarray:
-    """Which events of the histories happened before all that is held out, or are in the training part where nothing is."""
+def _train_events(dataset: Dataset, found: Examples, config: RewardTraining) -> np.ndarray:
+    """Which events of the histories the spaces of items are made of: of the users that the model learns from, before all that is held out, or in the training part where nothing is."""
     lengths_U = np.diff(dataset.offsets)
     places_E = np.arange(len(dataset.items)) - np.repeat(dataset.offsets[:-1], lengths_U)
-    train_E: np.ndarray = places_E < np.repeat(dataset.train_end, lengths_U)
+    train_E: np.ndarray = (places_E < np.repeat(dataset.train_end, lengths_U)) & np.repeat(learned_from(dataset, config), lengths_U)
     later = found.feedback.times[(found.use_X == HELD_OUT) | (found.use_X == TEST)]
     return train_E & (dataset.times < later.min()) if len(later) else train_E
 

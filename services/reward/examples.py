@@ -93,6 +93,14 @@ def so_far(keys_X: npt.NDArray[Any], times_X: IntArray, counted_X: npt.NDArray[n
     return columns[0], np.stack(columns[1:], axis=1) if columns[1:] else np.zeros((len(keys), 0), np.int64)
 
 
+def learned_from(dataset: Dataset, config: RewardTraining) -> npt.NDArray[np.bool_]:
+    """Whose events and feedback a model learns from [U]: everybody's, or those of one half of the users, drawn by their names."""
+    if config.users == "all":
+        return np.ones(len(dataset.user_ids), dtype=np.bool_)
+    odd_U = np.array([crc32(user.encode()) % 2 == 1 for user in dataset.user_ids], dtype=np.bool_)
+    return odd_U if config.users == "odd" else ~odd_U
+
+
 def _uses(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> npt.NDArray[np.int8]:
     """What each exposure is for: the parts of a temporal split, else by the time of those that nobody is tested on.
 
@@ -112,11 +120,9 @@ def _uses(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> npt.N
             bounds = np.quantile(times, [1 - config.held_out - config.test, 1 - config.test], method="higher")
             use_X[usable] = np.where(times < bounds[0], TRAIN, np.where((times < bounds[1]) | (config.test == 0), HELD_OUT, TEST))
     if config.users != "all":
-        wanted = config.users == "odd"
-        odd_U = np.array([crc32(user.encode()) % 2 == 1 for user in dataset.user_ids], dtype=np.bool_)
         mine = np.zeros(len(feedback), dtype=np.bool_)
         known = feedback.users >= 0
-        mine[known] = odd_U[feedback.users[known]] == wanted
+        mine[known] = learned_from(dataset, config)[feedback.users[known]]
         use_X[~mine] = UNUSED
     if config.max_exposures:
         train = np.flatnonzero(use_X == TRAIN)

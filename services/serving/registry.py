@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from semantide.services.serving.buckets import Range, allocate, bucket, owner
+from semantide.services.serving.buckets import BUCKETS, Range, allocate, bucket, owner
 from semantide.shared.contracts import ArtifactRef, CandidateJudged, Contract, Identifier
 from semantide.shared.errors import Conflict, NotFound
 
@@ -50,9 +50,11 @@ class Split(Contract):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each name; the live pair has what the variants leave."""
-        shares = {variant.name: variant.share for variant in self.variants}
-        return {LIVE: max(0.0, 1.0 - sum(shares.values())), **shares}
+        """Share of the buckets that each name holds; the live pair has what the variants leave. Shares that were asked for are rounded to whole buckets."""
+        held = dict.fromkeys((variant.name for variant in self.variants), 0)
+        for first, end, name in self.ranges:
+            held[name] += end - first
+        return {LIVE: (BUCKETS - sum(held.values())) / BUCKETS, **{name: count / BUCKETS for name, count in held.items()}}
 
     def assign(self, who: str) -> str:
         """Name for a user: always the same one, as long as its share does not shrink."""

@@ -305,7 +305,7 @@ class Aligner:
         self._weights.restore(found.tensors)
         for place in range(sum(name.endswith(".rows") for name in found.own)):
             rows_RG, log_probs_RGL, drawn_at = (found.own[f"ahead.{place}.{name}"].to(self._device) for name in ("rows", "log_probs", "drawn_at"))
-            groups = Groups(rows_RG, log_probs_RGL, torch.zeros_like(rows_RG, dtype=torch.bool))
+            groups = Groups(rows_RG, log_probs_RGL)
             drawn = self._rollouter.drawn(self._prompts.at(self.state.step + place), groups)
             self._ahead.append((int(drawn_at), drawn, self._reward.ask(drawn.rollouts)))
         return self.state

@@ -1,7 +1,8 @@
 """The ``align`` job: a generator that is trained already learns what users prefer.
 
 align {dataset, model, reward[, judge][, catalog]} -> {model}   ``config``: fields of AlignConfig, and ``promote``. ``judge`` is a second reward model, of other feedback or
-                                                                another seed: it is never optimised, and the guard looks at it. Without ``catalog`` the one that the
+                                                                another seed: it is never optimised, and the guard looks at it. Without it the
+                                                                guard knows the held-out test alone, and the result says so. Without ``catalog`` the one that the
                                                                 model was trained for is taken.
 """
 
@@ -41,8 +42,11 @@ from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward_scorer import RewardScorer
 from semantide.shared.rollout_scores import QueuedScorer
 from semantide.shared.rollouts import Rollouts, Scorer, Scores
+from semantide.shared.telemetry import logger
 
 _PROBES, _TOGETHER = 31, 64  # purpose of random numbers; prompts that are probed at a time
+_WEIGHTS = "model.safetensors"
+_NO_JUDGE = "no independent judge was given: a reward that is gamed is not noticed as such, only a fall of the held-out HR@50 stops the run"
 _TOKENIZE_AGAIN = "take the data set and the catalog that the model was trained for"
 
 LoadScorer = Callable[[str], Scorer]
@@ -77,10 +81,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
     for name in ("dataset", "model", "reward"):
         if name not in inputs:
             raise Conflict(f"an align job needs the input {name!r}: give inputs {{{name!r}: '{name}s/sha256-...'}}")
-    if inputs.get("judge") == inputs["reward"]:
-        raise BadData(
-            "judge and reward are the same artifact: an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
-        )
+    _check_judge(job, inputs)
     card = card_of(job, inputs["model"])
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
@@ -119,7 +120,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
     before = _kept(job, "before", final)
     state = aligner.run()
     after = final().figures if state.best_step else before
-    result = _result(config, state, before, after)
+    result = {**_result(config, state, before, after), "judge": inputs.get("judge"), "warnings": [] if "judge" in inputs else [_NO_JUDGE]}
     # How much the room took off this run is no part of what came out: a run that was cut off makes the same model.
     told = {**result, "scored_by_room": reward.from_room, "scored_here": reward.scored_here}
     if not state.best_step:
@@ -145,6 +146,21 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
     for name in ("checkpoints", "model"):
         job.discard(job.workdir / name)
     return JobOutcome({"model": ref}, told)
+
+
+def _check_judge(job: JobContext, inputs: dict[str, str]) -> None:
+    """Refuse a judge that is the reward model itself, or the same network with its signals weighed anew; warn where there is none."""
+    if "judge" not in inputs:
+        logger("job.align").warning(_NO_JUDGE, job=job.id)
+        return
+    independent = "an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
+    if inputs["judge"] == inputs["reward"]:
+        raise BadData(f"judge and reward are the same artifact: {independent}")
+    # What is not in the store is refused where it is read.
+    stored = [job.store.manifest(ref)["files"] if job.store.exists(ref) else {} for ref in (inputs["judge"], inputs["reward"])]
+    judge, reward = (files.get(_WEIGHTS, {}).get("sha256") for files in stored)
+    if judge is not None and judge == reward:
+        raise BadData(f"judge and reward have the same weights, one is the other with its signals weighed anew and shares its faults: {independent}")
 
 
 def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: dict[str, str]) -> _World:

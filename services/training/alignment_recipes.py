@@ -72,7 +72,7 @@ class AlignConfig:
     ema: float = 0.0
     """Decay of the running average of weights that is tested and kept. 0: the weights themselves."""
     dropout: bool = False
-    """Whether the model's dropout acts while it learns; rollouts never have any."""
+    """Whether the model's dropout acts while it learns; rollouts never have any, so that the ratio to them would be noise: only on-policy, where it is 1."""
 
     evaluate_every: int = 25
     """Steps from one held-out test, after which the guard decides, to the next."""
@@ -106,6 +106,11 @@ class AlignConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
         if self.group < 2:
             raise ValueError(f"group is {self.group}: a rollout is compared with others of its group, give at least 2")
+        if self.dropout and (self.staleness or self.updates > 1):
+            raise ValueError(
+                f"dropout is on with staleness {self.staleness} and updates {self.updates}: rollouts are drawn without dropout, and off-policy its noise would stand in the "
+                "ratio to them; give dropout false too, or staleness 0 and updates 1"
+            )
         _ = self.sampling
 
     @property

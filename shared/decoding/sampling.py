@@ -43,13 +43,11 @@ class Sampling:
 class Groups:
     """What was drawn, beams first, then in the order of the draw.
 
-    Shapes: ``rows_RG`` catalog rows, -1 where fewer items are allowed than asked for; ``log_probs_RGL`` of each code under the policy; ``searched_RG`` whether a
-    beam search found it.
+    Shapes: ``rows_RG`` catalog rows, -1 where fewer items are allowed than asked for; ``log_probs_RGL`` of each code under the policy.
     """
 
     rows_RG: Tensor
     log_probs_RGL: Tensor
-    searched_RG: Tensor
 
 
 class Policy:
@@ -232,7 +230,7 @@ def _joined(parts: list[_Slots], trie: SearchTrie, sampling: Sampling, requests:
     kept_RG = kept_RG & (torch.arange(sampling.group, device=kept_RG.device) < width)
     leaves_RG = nodes_RW.gather(1, order_RW)
     log_probs_RGL = steps_RWL.gather(1, order_RW[:, :, None].expand(-1, -1, trie.levels)).masked_fill(~kept_RG[:, :, None], 0.0)
-    return Groups(trie.leaf_items[leaves_RG].masked_fill(~kept_RG, -1), log_probs_RGL, (order_RW < searched) & kept_RG)
+    return Groups(trie.leaf_items[leaves_RG].masked_fill(~kept_RG, -1), log_probs_RGL)
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ def search(
 ) -> tuple[IntArray, FloatArray]:
     """The events most like each target among those from ``begins_X`` to before ``ends_X``, in the order of time; later ones first where two are alike.
 
-    A target without a vector (-1, or a row of zeros) finds the latest events.
+    A target without a vector (-1, or a row of zeros) finds the latest events; an event without one (-1) is like nothing.
     Shapes: returns places in ``items_E`` [X, K], -1 where a history has fewer events, and their likeness [X, K], 0 there.
     """
     lengths_X = ends_X - begins_X
@@ -39,7 +39,8 @@ def search(
         places_XW = np.where(inside_XW, places_XW, 0)
         targets = targets_X[part]
         wanted_XD = np.where((targets >= 0)[:, None], vectors_ND[targets.clip(0)], 0)
-        alike_XW = np.einsum("xwd,xd->xw", vectors_ND[items_E[places_XW]], wanted_XD, optimize=True)
+        events_XW = items_E[places_XW]
+        alike_XW = np.where(events_XW >= 0, np.einsum("xwd,xd->xw", vectors_ND[events_XW.clip(0)], wanted_XD, optimize=True), 0)
         # A little more for what is later: order among equals, and all there is where nothing is known of the target.
         score_XW = np.where(inside_XW, alike_XW + 1e-6 * np.arange(width), -np.inf)
         taken = min(num_found, width)

@@ -180,7 +180,11 @@ class PreferenceModel:
         probabilities_XS = np.concatenate([np.zeros((0, len(self.signals))), *(each for each, _ in outputs)])
         relevance_X = np.concatenate([np.zeros(0, np.float32), *(each for _, each in outputs)])
         valid_X = items_X >= 0 if valid_X is None else valid_X & (items_X >= 0)
-        known_X = (ends_B > begins_B)[group_X]
+        # The gate compares with events that have a vector: of whom has none of them, nothing is known.
+        has_vector_N = (vectors_ND != 0).any(1)
+        told_E = (histories.items_E >= 0) & (has_vector_N[histories.items_E.clip(0)] if len(has_vector_N) else False)
+        num_told = np.concatenate([[0], np.cumsum(told_E)])
+        known_X = (num_told[ends_B] > num_told[latest_B])[group_X]
         preference_X = np.where(valid_X, combined(probabilities_XS, self.signals, self.weights), 0).astype(np.float32)
         return Judged(probabilities_XS.astype(np.float32), preference_X, relevance_X, self.gate.passes(relevance_X, valid_X, known_X))
 

@@ -112,7 +112,7 @@ def _lived(simulation: Simulation, block: Numbers) -> _Past:
         opened = visits.opened_BN
     events: list[list[Event]] = [[] for _ in block]
     if tables:
-        log = pa.concat_tables(tables)
+        log = pa.concat_tables(tables).sort_by("time")
         for user, item, action, time in zip(*(log[name].to_pylist() for name in ("user", "item", "action", "time")), strict=True):
             if action != "exposure":
                 events[int(user[1:]) - int(block[0])].append(Event(item, action, time))

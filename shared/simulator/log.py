@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from semantide.shared.simulator.chance import Floats, uniform
 from semantide.shared.simulator.marginals import Marginals
-from semantide.shared.simulator.pages import Reactions, Visits, moments
+from semantide.shared.simulator.pages import DAY_MS, MOST_PAGES, PAGE_MS, Reactions, Visits, moments, time_of_day
 from semantide.shared.simulator.policy import LoggingPolicy, Shelf
 from semantide.shared.simulator.preference import SIGNALS, Preference
 from semantide.shared.simulator.users import Numbers, SimulatorConfig, World
@@ -88,14 +88,16 @@ class Simulation:
         for begin in range(0, self.config.users, size):
             yield np.arange(begin, min(begin + size, self.config.users))
 
-    def days(self, users_B: Numbers) -> Numbers:
-        """The day of every visit in the log [B, most visits], ascending; past a person's visits the number of days."""
-        sessions = self.world.sessions_U[users_B]
+    def begins(self, users_B: Numbers) -> Numbers:
+        """When every visit of the log begins [B, most visits], ascending, each after the last page of the one before; milliseconds since 1970. Past a person's visits it says nothing."""
+        sessions, config = self.world.sessions_U[users_B], self.config
         numbers = np.arange(int(sessions.max(initial=0)))
-        luck = uniform(self.config.seed, "day", users_B[:, None], numbers)
-        days = np.where(numbers < sessions[:, None], (luck * self.config.days).astype(np.int64), self.config.days)
-        # Several visits of one day come at the hours that luck gave them; their order in time is that of their number.
-        return np.sort(days, axis=1)
+        luck = uniform(config.seed, "day", users_B[:, None], numbers)
+        times = (luck * config.days).astype(np.int64) * DAY_MS + time_of_day(config.seed, self.marginals, users_B[:, None], numbers)
+        # A visit's number is its place in time: what somebody remembers at one happened before it.
+        times = np.sort(np.where(numbers < sessions[:, None], times, (config.days + 1) * DAY_MS), axis=1)
+        longest = numbers * MOST_PAGES * PAGE_MS
+        return config.start_ms + np.maximum.accumulate(times - longest, axis=1) + longest
 
     def pages(self, users_B: Numbers) -> Iterator[tuple[Visits, pa.Table]]:
         """The log of these people, page after page of all of them, and what they remember by then."""
@@ -103,9 +105,9 @@ class Simulation:
             yield visits, self._table(visits, shown, reactions)
 
     def _played(self, users_B: Numbers) -> Iterator[tuple[Visits, _Shown, Reactions]]:
-        visits, shelf, days = Visits(self.preference, self.marginals, users_B), Shelf(self.policy, users_B), self.days(users_B)
+        visits, shelf, begins = Visits(self.preference, self.marginals, users_B), Shelf(self.policy, users_B), self.begins(users_B)
         sessions = self.world.sessions_U[users_B]
-        for session in range(days.shape[1]):
+        for session in range(begins.shape[1]):
             rows = np.flatnonzero(session < sessions)
             visits.begin(np.full(len(users_B), session))
             page = 0
@@ -113,7 +115,7 @@ class Simulation:
                 lengths = visits.lengths(rows, page)
                 items, chances = shelf.draw(rows, lengths, visits.session_B[rows], np.full(len(rows), page))
                 reactions = visits.look(rows, items, page)
-                yield visits, _Shown(session, page, rows, items, chances, visits.times(rows, days[rows, session], page)), reactions
+                yield visits, _Shown(session, page, rows, items, chances, begins[rows, session] + page * PAGE_MS), reactions
                 rows = rows[reactions.stays_R]
                 page += 1
 

@@ -22,7 +22,7 @@ Booleans = npt.NDArray[np.bool_]
 MOST_PAGES = 8
 """Of one visit."""
 _GO_ON, _JOY = 0.3, 2.5  # log odds of a next page, and what each share of opened items adds
-_PAGE_MS, _PLACE_MS, _DAY_MS = 90_000, 4_000, 86_400_000
+PAGE_MS, _PLACE_MS, DAY_MS = 90_000, 4_000, 86_400_000
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,8 @@ class Visits:
 
     def times(self, rows_R: Numbers, day_R: Numbers, page: int) -> Numbers:
         """When each page is shown, milliseconds since 1970."""
-        users, session_R, seed = self.users_B[rows_R], self.session_B[rows_R], self.world.config.seed
-        luck = uniform(seed, "hour", users, session_R)
-        share = np.cumsum(self._marginals.hour_share)
-        hour = np.minimum(np.searchsorted(share, luck, side="right"), 23)
-        within = uniform(seed, "minute", users, session_R)
-        return self.world.config.start_ms + day_R * _DAY_MS + ((hour + within) * 3_600_000).astype(np.int64) + page * _PAGE_MS
+        config, users, session_R = self.world.config, self.users_B[rows_R], self.session_B[rows_R]
+        return config.start_ms + day_R * DAY_MS + time_of_day(config.seed, self._marginals, users, session_R) + page * PAGE_MS
 
     def focus(self, rows_R: Numbers) -> Numbers:
         """The topic in the fore of each visit."""
@@ -120,6 +116,13 @@ class Visits:
         high = np.where(signals["long_view"], 1.0, np.where(signals["click"], 1 - long_view, 1 - click))
         shares: Floats = np.interp(low + luck * (high - low), *self._marginals.watch_ratio)
         return np.round(shares, 4)
+
+
+def time_of_day(seed: int, marginals: Marginals, users: Numbers, visits: Numbers) -> Numbers:
+    """When in its day each visit would begin, milliseconds; users and numbers of visits broadcast against each other."""
+    hour = np.minimum(np.searchsorted(np.cumsum(marginals.hour_share), uniform(seed, "hour", users, visits), side="right"), 23)
+    begins: Numbers = ((hour + uniform(seed, "minute", users, visits)) * 3_600_000).astype(np.int64)
+    return begins
 
 
 def moments(page_R: Numbers, places: int) -> Numbers:

@@ -35,6 +35,7 @@ ALIGN = {
     "learning_rate": 5e-3,
     "guard_loss": 1.0,
     "staleness": 1,
+    "dropout": False,
 }
 
 

@@ -23,6 +23,7 @@ from semantide.shared.artifacts import digest_file
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
 from semantide.shared.executors import Executor, Tick
+from semantide.shared.pages import Pages
 
 ACTIONS = {"exposure": 0.0, "click": 1.0, "like": 2.0, "order": 3.0, "hate": -1.0}
 MINUTE = 60_000
@@ -170,6 +171,29 @@ def test_temporal_split_trains_only_on_the_past(tmp_path: Path) -> None:
     assert (len(train), len(rest)) == (70, 30)
     with pytest.raises(BadData, match="leaves no event to train on"):
         made(tmp_path, rows, split="temporal", valid_time=5)
+
+
+def test_a_temporal_splits_times_part_exposures_and_pages_of_everybody(tmp_path: Path) -> None:
+    """Of those who like nothing after them, too, and of those who like something only long after them."""
+    liked = [
+        ("quits", "a", 10, "click"),
+        ("returns", "a", 10, "click"),
+        ("returns", "b", 150, "click"),
+        ("returns", "c", 290, "click"),
+        ("late", "c", 295, "click"),
+    ]
+    shown = [
+        (user, item, time, "exposure") for user in ("quits", "returns", "late", "silent") for item, time in (("b", 90), ("c", 101), ("a", 180), ("b", 205))
+    ]
+    data = made(tmp_path, liked + shown, split="temporal", valid_time=100, test_time=200, keep_cold_items=True)
+    feedback = pq.read_table(tmp_path / "feedback.parquet")
+    times, parts = feedback["time"].to_numpy(), feedback["part"].to_numpy()
+    assert len(times) == len(liked + shown)
+    assert parts.tolist() == ((times >= 100).astype(int) + (times >= 200)).tolist()
+    kept, _ = Pages.load(tmp_path, ACTIONS).training(data)
+    shown_there = np.repeat(kept.times_P, np.diff(kept.offsets_P1))
+    assert {data.user_ids[user] for user in kept.users_P} == {"quits", "returns", "late"} and kept.times_P.max() < 100
+    assert len(shown_there) == 5, "no page reaches over the split"
 
 
 def test_max_history_keeps_the_latest(tmp_path: Path) -> None:

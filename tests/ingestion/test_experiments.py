@@ -87,6 +87,17 @@ def test_orders_and_signals_count_once_an_item() -> None:
         report(events, events.select("user", "action").clear(), ACTIONS, base="other")
 
 
+def test_requests_of_no_share_are_left_out_and_counted() -> None:
+    events, past = world(2, 200, {"live": 1.0, "challenger": 1.2})
+    rows = [("z", "a", 1, "click", None, f"z{number}", 1.0, "live", share) for number, share in enumerate((0.0, -0.5, 1.5, float("nan")))]
+    wrong = pl.DataFrame(rows, schema=events.schema, orient="row")
+    found, clean = report(pl.concat([events, wrong]), past, ACTIONS), report(events, past, ACTIONS)
+    assert found.variants == clean.variants and found.requests == clean.requests
+    assert [warning for warning in found.warnings if warning.startswith("4 requests have a share that is not above 0")] and len(found.warnings) == len(
+        clean.warnings
+    ) + 1
+
+
 def test_nothing_at_all_is_said_plainly() -> None:
     empty = pl.DataFrame(
         schema=dict.fromkeys(COLUMNS, pl.String) | {"signals": pl.List(pl.String), "time": pl.Int64, "propensity": pl.Float64, "variant_share": pl.Float64}

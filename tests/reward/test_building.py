@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.services.reward.building import build
-from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, UNUSED, examples, so_far
+from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, UNUSED, examples, learned_from, so_far
 from semantide.services.reward.recipes import RewardTraining, recipe
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict, Corrupt
@@ -60,6 +61,17 @@ def test_items_of_the_own_colour_are_preferred_and_relevant(shop: Path, trained:
     signals = model.header["metrics"]["signals"]
     assert signals["click"]["auc"] > 0.65 and signals["click"]["calibration_error"] < 0.12
     assert model.header["metrics"]["gate"]["positives_pass"] >= 0.9
+
+
+def test_a_user_of_unknown_events_alone_is_unknown_to_the_gate(trained: Path) -> None:
+    """As one without any; and an unknown event is not mistaken for a known item."""
+    model = PreferenceModel.load(trained)
+    histories = Histories(np.array([-1, -1, -1, 0, 0, -1, 0]), np.ones(7, np.int64))
+    offsets, rows = np.array([0, 3, 3, 5, 7]), np.arange(NUM_ITEMS)
+    judged = model.judge(np.full(4, -1), histories, offsets, np.repeat(np.arange(4), NUM_ITEMS), np.tile(rows, 4))
+    unknown, empty, known, mixed = judged.gate_X.reshape(4, -1)
+    assert unknown.all() and empty.all() and not known.all() and not mixed.all()
+    assert (judged.relevance_X[:NUM_ITEMS] == judged.relevance_X[NUM_ITEMS : 2 * NUM_ITEMS]).all()
 
 
 def test_a_place_takes_the_blame_for_what_is_seen_less(trained: Path) -> None:
@@ -138,6 +150,24 @@ def test_halves_of_the_users_share_no_feedback(shop: Path) -> None:
     dataset, feedback, _ = read(shop)
     halves = [set(feedback.users[examples(dataset, feedback, recipe("tiny", {"users": half})).use_X != UNUSED].tolist()) for half in ("even", "odd")]
     assert halves[0] and halves[1] and not halves[0] & halves[1]
+
+
+def test_a_half_of_the_users_knows_nothing_of_what_the_other_half_did(shop: Path, tmp_path: Path) -> None:
+    """Neither its labels nor its spaces of items, which the search and the gate compare in."""
+    dataset, feedback, events = read(shop)
+    vectors: dict[str, np.ndarray] = {}
+    for half, other in (("even", "odd"), ("odd", "even")):
+        config = recipe("tiny", {"epochs": 1, "batch_exposures": 256, "users": half})
+        model = build(dataset, feedback, events, config, WEIGHTS, 0, tmp_path / half)
+        vectors[half] = model.spaces.collaborative_NG
+        # The other half's events become others at the same moments: nothing of the model may move.
+        theirs = np.repeat(learned_from(dataset, recipe("tiny", {"users": other})), np.diff(dataset.offsets))
+        assert theirs.any() and not theirs.all()
+        changed = replace(dataset, items=np.where(theirs, NUM_ITEMS - 1 - dataset.items, dataset.items))
+        again = build(changed, feedback, events, config, WEIGHTS, 0, tmp_path / f"{half}-again")
+        assert np.array_equal(model.spaces.collaborative_NG, again.spaces.collaborative_NG)
+        assert (model.gate, model.header) == (again.gate, again.header)
+    assert vectors["even"].shape[1] and not np.allclose(np.abs(vectors["even"] @ vectors["even"].T), np.abs(vectors["odd"] @ vectors["odd"].T), atol=0.1)
 
 
 def test_unlikely_exposures_stand_for_more(tmp_path: Path) -> None:

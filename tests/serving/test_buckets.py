@@ -76,6 +76,21 @@ def test_salt_and_user_do_not_run_together():
     assert bucket("bc", "a") != bucket("c", "ab")
 
 
+def test_shares_are_those_of_the_buckets_so_whoever_answers_has_one():
+    split = state(b=1 / 3, c=1 / 3, d=1 / 3).split
+    assert split.shares == {LIVE: 0.0001, "b": 0.3333, "c": 0.3333, "d": 0.3333}
+    sides = Counter(split.assign(f"user-{number}") for number in range(50_000))
+    assert sides[LIVE] and all(split.shares[name] > 0 for name in sides)
+
+
+@given(shares)
+def test_shares_are_counts_of_buckets(wanted):
+    ranges = allocate((), wanted)
+    split = Split(variants=tuple(Variant(name=name, pair=PAIR, share=share) for name, share in wanted.items()), ranges=ranges)
+    counts = Counter(name or LIVE for name in owners(ranges))
+    assert split.shares == {name: counts[name] / BUCKETS for name in (LIVE, *wanted)}
+
+
 def test_a_split_is_a_decision_and_ends():
     divided = state(b=0.25, c=0.5)
     assert divided.decisions[-1].action == "split" and divided.decisions[-1].shares == {LIVE: 0.25, "b": 0.25, "c": 0.5}

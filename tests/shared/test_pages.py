@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def test_what_came_before_a_page_and_which_pages_train_is_what_counting_gives(us
     trains = [(user, moment) for user, moment in where if train[user] == len(users[user]) or moment < users[user][train[user]]]
     assert list(zip(kept.users_P.tolist(), kept.times_P.tolist(), strict=True)) == trains
     assert seen.tolist() == [min(sum(time < moment for time in users[user]), train[user]) for user, moment in trains]
+    dated, _ = pages.training(replace(dataset, header={"valid_time": 6}))
+    assert list(zip(dated.users_P.tolist(), dated.times_P.tolist(), strict=True)) == [(user, moment) for user, moment in where if moment < 6]
 
 
 def test_the_strength_of_an_answer_comes_from_the_deployments_intensities(tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ def test_a_generator_is_aligned_and_stored_with_all_that_serving_needs(
 
 @pytest.mark.usefixtures("alone")
 def test_a_job_that_was_cut_off_makes_the_same_model(make_job: MakeJob, trained: dict[str, str]) -> None:
-    whole = align(make_job("align", config=SHORT, inputs=trained, seed=4), scorer).artifacts
+    outcome = align(make_job("align", config=SHORT, inputs=trained, seed=4), scorer)
+    whole = outcome.artifacts
+    assert outcome.result["judge"] is None and "no independent judge was given" in outcome.result["warnings"][0]
     job = make_job("align", config=SHORT, inputs=trained, seed=4)
     asked = [0]
 
@@ -115,6 +117,7 @@ def test_where_the_guard_stops_the_start_comes_back_and_nothing_is_promoted(make
     outcome = align(make_job("align", recipe="grpo", config=config, inputs=worst), scorer)
     assert "independent judge fell" in outcome.result["stopped"]
     assert outcome.artifacts["model"] == trained["model"] and len(queues.sent) == sent
+    assert outcome.result["judge"] == worst["judge"] and outcome.result["warnings"] == []
     assert outcome.result["test_after"] == outcome.result["test_before"]
 
 
@@ -126,9 +129,19 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
 
     refused(BadData, "promote is 'yes'", {"promote": "yes"})
     refused(ValueError, "config field 'nosuch'", {"nosuch": 1})
+    refused(ValueError, "dropout is on with staleness 1 and updates 1.*give dropout false too", {"staleness": 1})
+    refused(ValueError, "dropout is on with staleness 0 and updates 2", {"updates": 2})
     with pytest.raises(BadData, match="given 2 processes: it runs in one"):
         align(make_job("align", config=SHORT, inputs=trained), scorer, processes=2)
     refused(BadData, "the same artifact", judge=trained["reward"])
+    copies = []
+    for number in range(2):
+        folder = tmp_path / f"weighed-{number}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "reward.json").write_text(json.dumps({"preference": {"click": number + 1}}))
+        copies.append(store.put("rewards", folder))
+    refused(BadData, "judge and reward have the same weights", reward=copies[0], judge=copies[1])
     catalog = Catalog.load(store.get(trained["catalog"]))
     Catalog(catalog.item_ids, catalog.codes, catalog.level_sizes, "e" * 64).save(tmp_path / "other")
     refused(Conflict, "the model was trained for tokenizer ffffffffffff", catalog=store.put("catalogs", tmp_path / "other"))

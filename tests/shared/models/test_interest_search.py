@@ -16,12 +16,12 @@ def test_the_events_most_like_the_target_in_the_order_of_time(lengths: list[int]
     rng = np.random.default_rng(seed)
     vectors = rng.integers(-2, 3, (7, 3)).astype(np.float32)
     ends = np.cumsum(lengths)
-    items = rng.integers(0, 7, int(ends[-1]) + 1)
+    items = rng.integers(-1, 7, int(ends[-1]) + 1)
     targets = rng.integers(-1, 7, len(lengths))
     found, alike = search(vectors, items, ends - lengths, ends, targets, num_found)
     for row, (begin, end, target) in enumerate(zip(ends - lengths, ends, targets, strict=True)):
         wanted = vectors[target] if target >= 0 else np.zeros(3)
-        scores = {place: float(vectors[items[place]] @ wanted) for place in range(begin, end)}
+        scores = {place: float(vectors[items[place]] @ wanted) if items[place] >= 0 else 0.0 for place in range(begin, end)}
         best = sorted(sorted(scores, key=lambda place: (scores[place], place))[-num_found:])
         rest = num_found - len(best)
         assert found[row].tolist() == best + [-1] * rest and alike[row].tolist() == pytest.approx([scores[place] for place in best] + [0] * rest)

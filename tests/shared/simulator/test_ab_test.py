@@ -54,6 +54,18 @@ def test_pairing_makes_a_small_difference_visible(simulation: Simulation) -> Non
     assert (paired.high - paired.low) / 2 < 0.7 * apart
 
 
+def test_what_people_have_lived_through_is_in_the_order_of_time() -> None:
+    times: list[list[int]] = []
+
+    def notes(requests: Sequence[Request]) -> list[list[str]]:
+        times.extend([event.time for event in request.history] for request in requests)
+        return [[] for _ in requests]
+
+    ab_test(Simulation(SimulatorConfig(users=300, items=60, topics=4, sessions=5, days=1)), {"notes": notes}, visits=1)
+    assert len(times) >= 300 and max(map(len, times)) > 20
+    assert all(own == sorted(own) for own in times)
+
+
 def test_requests_carry_the_past_and_what_must_not_come_again(simulation: Simulation) -> None:
     seen: list[Request] = []
     chance = Chance(simulation)

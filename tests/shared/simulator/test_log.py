@@ -65,6 +65,20 @@ def test_signals_go_together(log: pl.DataFrame) -> None:
             assert action == "exposure"
 
 
+def test_visits_pages_and_places_are_in_the_order_of_time() -> None:
+    """Of people who come several times a day, too: what they remember at a visit happened before it."""
+    simulation = Simulation(SimulatorConfig(users=400, items=60, topics=4, sessions=5, days=1))
+    log = pl.from_arrow(simulation.log())
+    assert isinstance(log, pl.DataFrame)
+    parts = log["page"].str.split("/")
+    visit = log.with_columns(session=parts.list.get(1).cast(pl.Int64), number=parts.list.get(3).cast(pl.Int64)).sort("user", "session", "number", "position")
+    later = visit.with_columns(gap=pl.col("time").diff().over("user"), day=pl.col("time") // 86_400_000)
+    assert later["gap"].min() > 0
+    assert later.group_by("user", "day").agg(pl.col("session").n_unique())["session"].max() >= 4
+    hours = np.bincount((log["time"].to_numpy() - simulation.config.start_ms) % 86_400_000 // 3_600_000, minlength=24) / log.height
+    assert np.corrcoef(hours, simulation.marginals.hour_share)[0, 1] > 0.7
+
+
 def test_attention_falls_with_the_place(log: pl.DataFrame) -> None:
     by_place = log.with_columns(opened=pl.col("signals").list.contains("click")).group_by("position").agg(pl.col("opened").mean()).sort("position")
     assert by_place["opened"][0] > by_place["opened"][4] > by_place["opened"][9]
