@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,11 @@ def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(
     lab.submit("odd")
     lab.serve("shop")
     lab.settle()
+    # Servers that other tests start in this process set logging up for themselves.
+    log = logging.getLogger("semantide.operator")
+    monkeypatch.setattr(log, "disabled", False)
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level(logging.WARNING, logger=log.name)
 
     def stumbles(_: Any) -> Any:
         raise KeyError("unheard of")
