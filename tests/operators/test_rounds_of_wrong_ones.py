@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from semantide.operators import reconcile
+from semantide.operators import reconcile, rounds
 from semantide.operators.job_states import advance
 
 Worlds = Callable[..., Any]
@@ -77,18 +78,15 @@ def test_a_job_that_the_operator_stumbles_over_is_left_alone_and_stops_nobody_el
     assert "unheard of" in lab.status("odd")["message"]
 
 
-def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(
-    world: Worlds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = world(["a"])
     lab.submit("odd")
     lab.serve("shop")
     lab.settle()
-    # Servers that other tests start in this process set logging up for themselves.
-    log = logging.getLogger("semantide.operator")
-    monkeypatch.setattr(log, "disabled", False)
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.WARNING, logger=log.name)
+    # A logger of its own: what other tests start in this process sets the common ones up for itself.
+    log, heard = logging.Logger("of this test"), logging.handlers.BufferingHandler(1000)
+    log.addHandler(heard)
+    monkeypatch.setattr(rounds, "_log", log)
 
     def stumbles(_: Any) -> Any:
         raise KeyError("unheard of")
@@ -96,9 +94,9 @@ def test_where_the_operator_stumbles_the_log_says_once_how_it_came_there(
     monkeypatch.setattr(reconcile, "advance", stumbles)
     monkeypatch.setattr(reconcile, "advance_service", stumbles)
     lab.turn(5, 10.0)
-    told = [record for record in caplog.records if "cannot be looked at" in record.getMessage()]
+    told = [record for record in heard.buffer if "cannot be looked at" in record.getMessage()]
     assert sorted(record.getMessage().split(" cannot")[0] for record in told) == ["NPUJob lab/odd", "NPUService lab/shop"]
-    assert all("in stumbles" in caplog.handler.format(record) for record in told)
+    assert all("in stumbles" in heard.format(record) for record in told)
 
 
 def test_a_status_that_cannot_be_read_is_not_forgotten(world: Worlds) -> None:
