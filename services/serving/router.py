@@ -201,8 +201,9 @@ class Router:
         tried: set[str] = set()
         last: Reply | None = None
         left = 0
+        hung = 0.0  # seconds that replicas hung: timers may fire a moment early, so the clock alone may say less
         while True:
-            if self._clock() - began >= self._patience + self._answer_seconds:
+            if max(self._clock() - began, hung) >= self._patience + self._answer_seconds:
                 return self._ended(last or _unavailable(len(list(self.replicas))))
             replica = self.replicas.choose(asked, self._clock(), tried)
             if replica is None:
@@ -229,6 +230,7 @@ class Router:
                         _json(502, _error("ReplicaGone", f"the replica left before it answered ({gone}): look whether it was done, then send it again"))
                     )
                 left += isinstance(gone, ReplicaGone) and gone.had_request
+                hung += self._answer_seconds if isinstance(gone, TimeoutError) else 0.0
                 if left == _MOST_LEFT:
                     self._log.error("replicas leave while they have one and the same request: it is given up", replicas=left, last=replica.address)
                     return self._ended(
