@@ -62,8 +62,10 @@ class Plain:
 
 
 @contextmanager
-def routing(addresses: list[str], patience_seconds: float = 30.0, answer_seconds: float = 600.0) -> Iterator[tuple[httpx.Client, Router]]:
-    router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, 1_000_000, time.monotonic)
+def routing(
+    addresses: list[str], patience_seconds: float = 30.0, answer_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[httpx.Client, Router]]:
+    router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, 1_000_000, clock)
     port = free_port()
     server = http.Server(http.Gate(router, [KEY], 1_000_000), "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -202,7 +204,8 @@ def test_what_replicas_do_not_survive_is_not_handed_round() -> None:
             assert sum(len(seen) for _, seen in cut) == 3
 
 
-def test_a_request_that_no_replica_finishes_comes_to_an_end() -> None:
+@pytest.mark.parametrize("clock", [time.monotonic, lambda: 0.0], ids=["true", "behind the timers"])
+def test_a_request_that_no_replica_finishes_comes_to_an_end(clock: Callable[[], float]) -> None:
     hang = threading.Event()
 
     def hanging(*_: Any) -> tuple[int, Any]:
@@ -211,7 +214,7 @@ def test_a_request_that_no_replica_finishes_comes_to_an_end() -> None:
 
     with ExitStack() as stack:
         stuck = [stack.enter_context(Plain(hanging)) for _ in range(3)]
-        with routing([replica.address for replica in stuck], patience_seconds=0.0, answer_seconds=0.2) as (client, _):
+        with routing([replica.address for replica in stuck], patience_seconds=0.0, answer_seconds=0.2, clock=clock) as (client, _):
             assert client.post("/v1/recommendations", json={"user": "u"}).status_code == 503
             assert sum(replica.asked for replica in stuck) == 1
         hang.set()
