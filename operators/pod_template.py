@@ -109,6 +109,9 @@ def check_template(template: Mapping[str, Any]) -> None:
             raise ValueError(f"template.{name} is {value!r}: it must be a map, as in a pod's spec")
         if name in _LISTS_OF_MAPS and not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
             raise ValueError(f"template.{name} is {value!r}: it must be a list of maps, as in a pod's spec")
+    grace = template.get("terminationGracePeriodSeconds", 0)
+    if not isinstance(grace, int) or isinstance(grace, bool) or grace < 0:
+        raise ValueError(f"template.terminationGracePeriodSeconds is {grace!r}: it must be a whole number of seconds")
     for side in ("requests", "limits"):
         if not isinstance((template.get("resources") or {}).get(side) or {}, Mapping):
             raise ValueError(f"template.resources.{side} is {template['resources'][side]!r}: it must be a map of quantities")

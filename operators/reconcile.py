@@ -42,7 +42,7 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """What to do about one resource that has the nodes for itself."""
     jobs, services = ((resource,), ()) if isinstance(resource, NPUJob) else ((), (resource,))
-    snapshot = Snapshot(now, jobs, services, tuple(pods), tuple(nodes), fronts=frozenset({resource.key}))
+    snapshot = Snapshot(now, jobs, services, tuple(pods), tuple(nodes), fronts=frozenset({resource.metadata.uid}))
     return reconcile_all(snapshot, settings or OperatorSettings()).actions.get(_label(resource), ())
 
 
@@ -72,7 +72,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
             snapshot.now,
             settings,
             snapshot.loads.get(service.key, ()),
-            service.key in snapshot.fronts,
+            service.metadata.uid in snapshot.fronts,
             snapshot.refusals.get(_label(service), ""),
         )
         for service in snapshot.services

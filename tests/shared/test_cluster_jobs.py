@@ -193,7 +193,10 @@ def test_a_job_runs_in_pods_and_says_what_it_did(cluster: Any, start: Any, pods:
     assert (ended.state, ended.result, ended.npujob) == ("succeeded", {"count": 30, "world": pods}, job.id), ended.error
     assert [row["step"] for row in jobs.metrics(job.id)] == list(range(1, 31))
     wait_until(lambda: cluster.phase(job.id) == "Succeeded")
-    assert json.loads(cluster.jobs[job.id]["metadata"]["annotations"][npujob.PROGRESS_ANNOTATION])["total"] == 30
+    wait_until(lambda: json.loads(cluster.jobs[job.id]["metadata"]["annotations"][npujob.PROGRESS_ANNOTATION])["done"] == 30)
+    asked = len(cluster.requests)
+    wait_until(lambda: len(cluster.requests) > asked + 5)
+    assert not [request for request in cluster.requests[asked:] if request.startswith("PATCH")], "it is said once"
     with pytest.raises(Conflict):
         jobs.cancel(job.id)
 

@@ -169,7 +169,8 @@ spec:
   {{- /* A worker whose jobs are NPUJobs asks the API server for them; nothing else has business there. */}}
   automountServiceAccountToken: {{ and (not .http) (eq (.root.Values.settings.jobRunner | default "process") "cluster") }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ ternary 45 75 .http }}
+  {{- /* A worker's jobs have their time for a last checkpoint within it. */}}
+  terminationGracePeriodSeconds: {{ ternary 45 (add 55 (.root.Values.settings.jobStopSeconds | default 20 | ceil | int)) .http }}
   {{- with include "semantide.pullSecrets" .root }}
   {{- . | nindent 2 }}
   {{- end }}
