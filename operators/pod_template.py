@@ -12,7 +12,7 @@ from hashlib import sha256
 from json import dumps
 from typing import Any
 
-from semantide.operators.resources import API_VERSION, MANAGED_BY, MANAGED_BY_LABEL, NPUJob, NPUService
+from semantide.operators.resources import API_VERSION, JOB_LABEL, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL, NPUJob, NPUService
 from semantide.operators.settings import OperatorSettings
 
 _METADATA = ("labels", "annotations")
@@ -92,6 +92,12 @@ def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dic
         check_template(template)
     below = merged(settings.pod_template, settings.pod_extras) if owner.namespace == settings.own_namespace else {}
     return merged(below, owner.spec.template)
+
+
+def child_labels(owner: NPUJob | NPUService, template: Mapping[str, Any]) -> dict[str, str]:
+    """The labels that all pods of a resource have."""
+    kind = JOB_LABEL if isinstance(owner, NPUJob) else SERVICE_LABEL
+    return {MANAGED_BY_LABEL: MANAGED_BY, **(template.get("labels") or {}), kind: owner.name[:63]}
 
 
 def check_template(template: Mapping[str, Any]) -> None:
