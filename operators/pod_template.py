@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import sha256
 from json import dumps
 from typing import Any
@@ -88,10 +89,11 @@ def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dic
 
     Raises: ValueError for an unknown field, and for one that is not of its form.
     """
-    for template in (settings.pod_template, settings.pod_extras, owner.spec.template):
+    own = [settings.pod_template, *([settings.replica_template] if isinstance(owner, NPUService) else []), settings.pod_extras]
+    templates = [*(own if owner.namespace == settings.own_namespace else []), owner.spec.template]
+    for template in templates:
         check_template(template)
-    below = merged(settings.pod_template, settings.pod_extras) if owner.namespace == settings.own_namespace else {}
-    return merged(below, owner.spec.template)
+    return reduce(merged, templates, {})
 
 
 def child_labels(owner: NPUJob | NPUService, template: Mapping[str, Any]) -> dict[str, str]:

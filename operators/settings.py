@@ -31,6 +31,8 @@ class OperatorSettings(BaseSettings):
     """What every pod in the operator's own namespace gets, below what its resource's `template` says. JSON, in that field's form."""
     pod_extras: dict[str, Any] = {}
     """More of the same, which goes before `pod_template`. JSON."""
+    replica_template: dict[str, Any] = {}
+    """What pods of services in the operator's own namespace get besides `pod_template`: what answering requests needs and a job does not. JSON."""
     port: int = Field(default=8080, ge=0, le=65535)
     """TCP port of /metrics, /healthz and /readyz. 0: none."""
     lease_seconds: float = Field(default=15.0, ge=2)

@@ -227,6 +227,10 @@ class FakeNodes:
 
     def _bind(self, body: Body) -> None:
         namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
+        if "schedulerName" in body["spec"] or "schedulingGroup" in body["spec"]:  # theirs to place
+            roomy = (each["metadata"]["name"] for each in self._cluster.of("Node") if self.held(each["metadata"]["name"]) + self._asked(body) <= self._npus)
+            self._cluster.bind(namespace, name, next(roomy))
+            return
         terms = body["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
         node = terms[0]["matchFields"][0]["values"][0]
         if self._answers(node) and self.held(node) + self._asked(body) <= self._npus:

@@ -139,15 +139,20 @@ env:
   - name: SEMANTIDE_REDIS_URL
     valueFrom:
       {{- include "semantide.redisUrl" . | nindent 6 }}
+volumes:
+  {{- include "semantide.volumes" . | nindent 2 }}
+volumeMounts:
+  {{- include "semantide.volumeMounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* What pods of an NPUService get besides: jobs answer nobody, and know no key. */}}
+{{- define "semantide.replicaTemplate" -}}
+env:
   - name: SEMANTIDE_API_KEYS
     valueFrom:
       {{- include "semantide.apiKeys" . | nindent 6 }}
   - name: SEMANTIDE_METRICS_HOST
     value: 0.0.0.0
-volumes:
-  {{- include "semantide.volumes" . | nindent 2 }}
-volumeMounts:
-  {{- include "semantide.volumeMounts" . | nindent 2 }}
 {{- end -}}
 
 {{/* The pod of one process: arguments root, process (its values), component, command (list), http (whether it serves HTTP). */}}
