@@ -25,7 +25,7 @@ class OperatorSettings(BaseSettings):
     """Kind of device where a resource does not say."""
     resource_name: str = ""
     """Name under which Kubernetes counts devices where a resource does not say. Empty: that of the kind of device."""
-    image: str = "semantide:0.1.0"
+    image: str = "semantide:0.2.0"
     """Image of pods whose resource names none."""
     pod_template: dict[str, Any] = {}
     """What every pod in the operator's own namespace gets, below what its resource's `template` says. JSON, in that field's form."""
