@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,9 +91,7 @@ class Request:
         return self.shape.npus * len(self.pods)
 
 
-def shape_of(
-    profile: str, resource_name: str, npus: int, template: Mapping[str, Any], near: tuple[Expression, ...] = (), together: str = ""
-) -> Shape:
+def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str, Any], near: tuple[Expression, ...] = (), together: str = "") -> Shape:
     """The shape of pods with this template (``nodeSelector``, ``nodeAffinity``, ``tolerations``, ``resources``), which must also be ``near`` others.
 
     Raises: ValueError.

@@ -160,7 +160,9 @@ def asked(spec: Manifest, **settings: Any) -> set[tuple[str, str]]:
     lab.serve("shop", npus=0)
     first = gang_name(NPUJob.parse(lab.cluster.get("NPUJob", "lab", "train")), 1)
     for kind, name in (("Pod", f"{first}-1"), ("Service", "shop")):
-        lab.cluster.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "namespace": "lab", "labels": {}}, "spec": {"containers": [], "nodeName": "a"}})
+        lab.cluster.create(
+            {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "namespace": "lab", "labels": {}}, "spec": {"containers": [], "nodeName": "a"}}
+        )
     lab.turn(8, 40.0)
     lab.end("train", rank=0, status=1)
     lab.turn(8, 40.0)

@@ -42,5 +42,7 @@ def test_an_upgrade_from_the_chart_before_changes_every_image(lint: ModuleType, 
 def images(manifests: list[Manifest]) -> dict[str, Any]:
     """Image by Deployment or StatefulSet."""
     return {
-        name: each["spec"]["template"]["spec"]["containers"][0]["image"] for kind in ("Deployment", "StatefulSet") for name, each in of_kind(manifests, kind).items()
+        name: each["spec"]["template"]["spec"]["containers"][0]["image"]
+        for kind in ("Deployment", "StatefulSet")
+        for name, each in of_kind(manifests, kind).items()
     }

@@ -142,9 +142,9 @@ def end() -> None:
     folder = engine_folder()
     if not folder.is_dir() or not _MACHINE.is_dir():
         return
-    with (_MACHINE / "start.lock").open("w") as start, (_MACHINE / "users.lock").open("w") as everybody, (folder / "users.lock").open("w") as users:
-        with _held(start):
-            _leave(Engine(folder), users, everybody)
+    locks = _MACHINE / "start.lock", _MACHINE / "users.lock", folder / "users.lock"
+    with locks[0].open("w") as start, locks[1].open("w") as everybody, locks[2].open("w") as users, _held(start):
+        _leave(Engine(folder), users, everybody)
 
 
 def _leave(running: Engine, users: IO[str], everybody: IO[str]) -> None:

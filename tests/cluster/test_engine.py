@@ -101,7 +101,11 @@ def test_packages_start_nothing_while_they_are_installed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("obstacle", "arguments", "status"),
-    [("dpkg-source not found: this needs Debian with dpkg-dev", ["kept"], 2), ("dpkg-source not found: this needs Debian with dpkg-dev", [], 2), ("", ["kept"], 1)],
+    [
+        ("dpkg-source not found: this needs Debian with dpkg-dev", ["kept"], 2),
+        ("dpkg-source not found: this needs Debian with dpkg-dev", [], 2),
+        ("", ["kept"], 1),
+    ],
 )
 def test_a_machine_that_cannot_build_a_control_plane_is_told_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], obstacle: str, arguments: list[str], status: int

@@ -122,7 +122,9 @@ def test_a_gang_goes_round_a_name_that_is_somebody_elses(world: Worlds, kind: st
 @pytest.mark.parametrize("labels", [{}, {MANAGED_BY_LABEL: MANAGED_BY}])
 def test_a_service_keeps_its_replicas_where_its_name_is_somebody_elses(world: Worlds, labels: dict[str, str]) -> None:
     lab = world(["a", "b"])
-    theirs = lab.cluster.create({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "shop", "namespace": "lab", "labels": labels}, "spec": {"mine": 1}})
+    theirs = lab.cluster.create(
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "shop", "namespace": "lab", "labels": labels}, "spec": {"mine": 1}}
+    )
     lab.operator.forget()
     lab.serve("shop", low=2, high=2)
     lab.turn(6, 1.0)
@@ -146,7 +148,12 @@ def test_a_pod_of_somebody_elses_is_no_pod_of_a_gang(world: Worlds) -> None:
     lab = world(["a", "b"])
     lab.submit("train", pods=2, npus=8)
     gang = gang_name(NPUJob.parse(lab.cluster.get("NPUJob", "lab", "train")), 1)
-    alien = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{gang}-1", "namespace": "lab", "labels": {}}, "spec": {"nodeName": "a", "containers": []}}
+    alien = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"{gang}-1", "namespace": "lab", "labels": {}},
+        "spec": {"nodeName": "a", "containers": []},
+    }
     theirs = lab.cluster.create(alien)
     lab.turn(30, 5.0)
     assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 2

@@ -54,9 +54,7 @@ class _Begun(Exception):
 
 
 @pytest.mark.parametrize("place", [Place(), Place(ranks=1, first=0, world=2), Place(ranks=1, first=1, world=2)])
-def test_every_pod_goes_by_what_the_operator_says(
-    make_room: Callable[[str], Any], settings: Settings, monkeypatch: pytest.MonkeyPatch, place: Place
-) -> None:
+def test_every_pod_goes_by_what_the_operator_says(make_room: Callable[[str], Any], settings: Settings, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     room = make_room("training")
     job = Jobs(room.broker).submit(JobSpec(kind="train"))
     given: list[float] = []
