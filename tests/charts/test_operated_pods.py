@@ -11,6 +11,7 @@ from semantide.operators.job_pods import gang_manifests
 from semantide.operators.resources import API_VERSION, JOB_LABEL, SERVICE_LABEL, NPUJob, NPUService, PodPlacement
 from semantide.operators.service_pods import replica_manifests, service_revision
 from semantide.operators.settings import OperatorSettings
+from tests.operators.conftest import World
 
 from .test_chart import KNOWS, REPLICAS, Manifest, Render, environment, of_kind
 
@@ -138,3 +139,22 @@ def test_a_last_checkpoint_fits_into_a_pods_period_of_grace(render: Render) -> N
     assert worker["terminationGracePeriodSeconds"] > 200 + 50
     with pytest.raises(ValueError, match="whole number of seconds"):
         job_pod(manifests, template={"terminationGracePeriodSeconds": "90"})
+
+
+def test_a_job_goes_where_the_rooms_hold_the_volume_of_one_node(render: Render) -> None:
+    manifests = render("", "--set", "settings.jobRunner=cluster")
+    held = of_kind(manifests, "Deployment")["shop-semantide-worker-training"]["spec"]["template"]["metadata"]["labels"]
+    lab = World([], npus=8)
+    lab.settings = settings_of(manifests).model_copy(update={"own_namespace": "lab", "profile": "ascend", "device_info_namespace": "", "relist_seconds": 1e9})
+    lab.new_operator()
+    for name in "abc":
+        lab.nodes.add(name, **{"kubernetes.io/hostname": name})
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "r", "controller": True}
+    metadata = {"name": "worker", "namespace": "lab", "labels": held, "ownerReferences": [owner]}
+    lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "c", "containers": []}})
+    lab.submit("train", pods=2, npus=4)
+    lab.serve("shop", npus=0)
+    lab.settle()
+    assert {place["node"] for kind in ("NPUJob", "NPUService") for place in lab.status("train" if kind == "NPUJob" else "shop", kind)["placement"]} == {"c"}
+    shared = render("", "--set", "settings.jobRunner=cluster,dataAccessMode=ReadWriteMany")
+    assert "affinity" not in settings_of(shared).pod_template
