@@ -151,7 +151,7 @@ def asked(spec: Manifest, **settings: Any) -> set[tuple[str, str]]:
     lab = World(["a", "b"])
     lab.settings = lab.settings.model_copy(update=settings)
     lab.new_operator()
-    api = lab.operator.api = Recorded(lab.cluster)  # type: ignore[assignment]
+    api = lab.operator.api = Recorded(lab.cluster)
     for node in "ab":
         devices = [{"name": f"npu-{npu}", "attributes": {"index": {"int": npu}}} for npu in range(8)]
         pool = {"nodeName": node, "driver": "npu.huawei.com", "pool": {"name": node}, "devices": devices}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from semantide.shared import pod
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
-from semantide.shared.jobs import AGAIN, Jobs
+from semantide.shared.jobs import AGAIN, JobContext, Jobs
 from semantide.shared.pod import Children, Place
 
 from .npujob_server import wait_until
@@ -56,7 +57,8 @@ class _Begun(Exception):
 @pytest.mark.parametrize("place", [Place(), Place(ranks=1, first=0, world=2), Place(ranks=1, first=1, world=2)])
 def test_every_pod_goes_by_what_the_operator_says(make_room: Callable[[str], Any], settings: Settings, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     room = make_room("training")
-    job = Jobs(room.broker).submit(JobSpec(kind="train"))
+    jobs = Jobs(room.broker)
+    job = jobs.submit(JobSpec(kind="train"))
     given: list[float] = []
 
     def begin(commands: Any, log: Path, stop_seconds: float) -> Children:
@@ -64,8 +66,8 @@ def test_every_pod_goes_by_what_the_operator_says(make_room: Callable[[str], Any
         raise _Begun
 
     monkeypatch.setattr(pod, "Children", begin)
-    monkeypatch.setattr(pod, "run_job", lambda job_id, run, settings, *rest: run(pod.JobContext(pod.FollowedJobs(room.broker).get(job_id), settings, *rest)))
-    monkeypatch.setattr(pod.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pod, "run_job", lambda job_id, run, settings, *rest: run(JobContext(jobs.get(job_id), settings, *rest)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("SEMANTIDE_JOB_STOP_SECONDS", "123")
     told = settings.model_copy(update={"job_stop_seconds": Settings().job_stop_seconds})
     with pytest.raises(_Begun):
