@@ -51,9 +51,8 @@ class Visitors:
             return len(self._recent) == _RECENT and set(self._recent) == {model}
 
     def forget(self) -> None:
-        """Count from here on."""
+        """Only answers from here on are new ones."""
         with self._lock:
-            self.served.clear()
             self._recent.clear()
 
     def __str__(self) -> str:
