@@ -1,6 +1,6 @@
 """A release on real nodes that changes under load: the chart before this one, this one, back, and to and fro between models; no visitor notices, nothing is lost.
 
-The tests are one story, told in the order of the file.
+The tests are one story, told in the order of the file; each begins by bringing the release to where it needs it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Story:
     answers: Answers = field(default_factory=dict)
     event: Object = field(default_factory=dict)
 
-    def values(self, tag: str = IMAGE_TAG, replicas: int = 0) -> Object:
-        """Those of this tree's chart; with ``replicas`` behind routers."""
+    def values(self, tag: str = IMAGE_TAG, replicas: int = 0, broker: str = "3Gi") -> Object:
+        """Those of this tree's chart; with ``replicas`` behind routers, and a ``broker`` that may take so much memory."""
         common = values(_ROOMS)
         more: Object = {"imageTag": tag, "environmentSecret": "patient", "workers": common["workers"] | {"reward": None}}
+        more["redisResources"] = common["redisResources"] | {"limits": {"memory": broker}}
         if replicas:
             # The profile of nodes without NPUs; a resource name would ask for one.
             more["servingReplicas"] = {"main": {"profile": "cpu", "replicas": {"min": replicas, "max": replicas}}}
@@ -207,8 +208,8 @@ def test_models_are_promoted_and_images_replaced_behind_the_router_and_no_visito
         settled(story.promote(1))
         shop.run("rollback")
         settled(story.models[0])
-        # Routers, replicas, API and operator, all replaced by those of another image.
-        shop.upgrade(story.chart, story.values(NEXT_IMAGE_TAG, replicas=2))
+        # Routers, replicas, API and operator, all replaced by those of another image, while the broker is away for another one too.
+        shop.upgrade(story.chart, story.values(NEXT_IMAGE_TAG, replicas=2, broker="2Gi"))
         _rolled(shop, NEXT_IMAGE_TAG)
         until(lambda: replaced(NEXT_IMAGE_TAG), "two replicas of the new image", _PATIENCE)
         for group in groups:
@@ -220,6 +221,8 @@ def test_models_are_promoted_and_images_replaced_behind_the_router_and_no_visito
 
 
 def test_helm_s_own_test_asks_for_a_recommendation(story: Story) -> None:
+    # As the story left it; on its own, the test brings this chart first.
+    story.shop.upgrade(story.chart, story.values(NEXT_IMAGE_TAG, replicas=2, broker="2Gi"))
     said = story.shop.release.test("--logs", "--timeout", "20m")
     live = story.shop.ask("/v1/serving/live")["model"]
     found = re.search(rf"{re.escape(live)} recommends ((?:item-\d+(?:, )?)+)", said)
