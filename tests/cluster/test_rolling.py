@@ -221,8 +221,7 @@ def test_models_are_promoted_and_images_replaced_behind_the_router_and_no_visito
 
 
 def test_helm_s_own_test_asks_for_a_recommendation(story: Story) -> None:
-    # As the story left it; on its own, the test brings this chart first.
-    story.shop.upgrade(story.chart, story.values(NEXT_IMAGE_TAG, replicas=2, broker="2Gi"))
+    story.shop.upgrade(story.chart, story.values(NEXT_IMAGE_TAG, broker="2Gi"))
     said = story.shop.release.test("--logs", "--timeout", "20m")
     live = story.shop.ask("/v1/serving/live")["model"]
     found = re.search(rf"{re.escape(live)} recommends ((?:item-\d+(?:, )?)+)", said)
