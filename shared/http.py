@@ -57,6 +57,7 @@ UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
 
 _LAST_CALL_SECONDS = 0.5  # for the requests of connections that are through when a server ends
 _DRAIN_SECONDS = 15  # for the answers
+_PROBE_SECONDS = 0.5  # for the broker's answer to a probe
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -228,18 +229,29 @@ def build_app(
     def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["health"], summary="The broker answers and every room can work")
+    # A probe has little time. It asks what this process can do: what all of them share may be away, and leaving would help nobody.
+    broker = broker_door.connect(room.settings.redis_url, check=False, patience_seconds=_PROBE_SECONDS)
+    reached = False
+
+    @app.get(
+        "/readyz", tags=["health"], summary="This process can work; a broker that has gone away since it began is said, and takes no process out of service"
+    )
     def readyz() -> Response:
+        nonlocal reached
         problems: list[str] = []
         state: list[str] = []
+        away = ""
         try:
-            room.broker.ping()
+            reached = bool(broker.ping()) or reached
         except broker_door.RedisError as error:
-            problems.append(f"broker: {error}")
-        for hook in ready:
+            away = f"broker: {error}"
+        for hook in ready if reached else ():
             fine, text = hook()
             (state if fine else problems).append(text)
-        return JSONResponse({"status": "unready" if problems else "ok", "problems": problems, "state": state}, status_code=503 if problems else 200)
+        unready = bool(problems) or not reached
+        problems += [away] if away else []
+        status = "unready" if unready else "degraded" if problems else "ok"
+        return JSONResponse({"status": status, "problems": problems, "state": state}, status_code=503 if unready else 200)
 
     @app.get("/metrics", tags=["health"], summary="Prometheus metrics of this process")
     def metrics() -> Response:

@@ -186,15 +186,6 @@ def _body(name: str, row: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def ready(room: Room) -> tuple[bool, str]:
-    """Whether rows can be accepted."""
-    try:
-        Intake(room).admit()
-    except (TransientError, broker_door.RedisError) as error:
-        return False, f"ingestion: {error}"
-    return True, ""
-
-
 def start(room: Room) -> Callable[[], None]:
     """Begin to show what waits for the log; what is returned ends nothing."""
 

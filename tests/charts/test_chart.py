@@ -325,9 +325,11 @@ def test_replicas_are_npuservices_with_routers_in_front(render: Render) -> None:
 
 def test_a_cluster_that_does_not_know_replicas_yet_gets_the_rest(render: Render, lint: ModuleType) -> None:
     manifests = render("", *REPLICAS)
-    assert not of_kind(manifests, "NPUService") and "shop-semantide-router" in of_kind(manifests, "Deployment")
+    assert not of_kind(manifests, "NPUService") and not [name for manifest in manifests if "router" in (name := manifest["metadata"]["name"])]
+    paths = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]["http"]["paths"]
+    assert {path["backend"]["service"]["name"] for path in paths} == {"shop-semantide-api"}, "until then the API answers what routers will"
     notes = lint.helm("install", "shop", str(lint.CHART), "--dry-run=client", *REPLICAS).stdout.partition("NOTES:")[2]
-    assert "servingReplicas were left out" in notes and "helm upgrade shop" in notes
+    assert "servingReplicas and their routers were left out" in notes and "helm upgrade shop" in notes
 
 
 def test_without_replicas_there_is_no_router(render: Render) -> None:

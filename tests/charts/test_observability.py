@@ -160,7 +160,8 @@ def test_keda_counts_requests_and_jobs(render: Render) -> None:
 def test_keda_counts_no_jobs_that_wait_for_npus_and_nothing_of_others(render: Render) -> None:
     options = "autoscaler=keda,kedaPrometheusAddress=http://prometheus:9090,workers.training.maxReplicas=3,workers.negatives.maxReplicas=2"
     router = "router.maxReplicas=4,servingReplicas.main.replicas.max=4"
-    scaled = of_kind(render("", "--set", f"{options},{router},settings.jobRunner=cluster"), "ScaledObject")
+    knows = ("--api-versions", "semantide.io/v1alpha1/NPUService")
+    scaled = of_kind(render("", *knows, "--set", f"{options},{router},settings.jobRunner=cluster"), "ScaledObject")
     triggers = {name: each["spec"]["triggers"] for name, each in scaled.items()}
     assert [trigger["type"] for trigger in triggers["shop-semantide-router"]] == ["cpu"], "nothing waits at a router"
     for room in ("training", "negatives"):

@@ -18,7 +18,7 @@ Generative recommendation on Kubernetes {kube} : the rooms of Semantide, Redis, 
 
 ```sh
 helm install semantide charts/semantide --set imageRepository=REGISTRY/semantide,operatorImageRepository=REGISTRY/semantide-operator
-helm test semantide       # asks for a recommendation
+helm test semantide --logs    # asks for a recommendation and shows it
 helm upgrade semantide charts/semantide --reset-then-reuse-values
 ```
 

@@ -13,6 +13,8 @@ import yaml
 
 Object = dict[str, Any]
 
+_STORE_SECONDS = 120
+
 _GROUPS = {
     "pods": "api/v1",
     "nodes": "api/v1",
@@ -122,6 +124,11 @@ class Api:
             if method != "GET":
                 raise
             # The server has restarted since this connection was last used.
+            answer = self._client.request(method, path, **options)
+        end = time.monotonic() + _STORE_SECONDS
+        while answer.status_code >= 500 and method in ("GET", "DELETE") and time.monotonic() < end:
+            # A busy disk keeps its store waiting; both may be asked twice.
+            time.sleep(1)
             answer = self._client.request(method, path, **options)
         if answer.is_error:
             try:

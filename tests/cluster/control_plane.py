@@ -199,6 +199,8 @@ class ControlPlane:
             f"--bind-address={self.host}",
             f"--advertise-address={self.host}",
             "--endpoint-reconciler-type=none",
+            # Nobody but this cluster knows its nodes' names.
+            "--kubelet-preferred-address-types=InternalIP",
             f"--secure-port={self.port}",
             "--insecure-port=0",
             f"--tls-cert-file={self.folder / 'server.crt'}",

@@ -191,9 +191,11 @@ class Kubelet:
         self._api.delete("nodes", self.name)
 
     def _unmount(self) -> None:
-        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-        for mount in reversed([mount for mount in mounts if mount.startswith(str(self.folder))]):
-            subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
+        # Again, where a pod was being started meanwhile.
+        for _ in range(3):
+            mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+            for mount in reversed([mount for mount in mounts if mount.startswith(str(self.folder))]):
+                subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
 
 
 def _in_use(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from .api import Api, Refused
+from .api import Api, Object, Refused, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHART = REPOSITORY / "charts" / "semantide"
@@ -53,6 +53,13 @@ class Release:
     def roll_back(self, revision: int) -> str:
         """Raises: AssertionError with Helm's words."""
         return self._helm("rollback", self.name, str(revision))
+
+    def test(self, *options: str) -> str:
+        """What Helm's own test of the release prints.
+
+        Raises: AssertionError with Helm's words.
+        """
+        return self._helm("test", self.name, *options)
 
     def uninstall(self) -> str:
         """Raises: AssertionError with Helm's words."""
@@ -123,9 +130,21 @@ def apply(api: Api, kubeconfig: Path, namespace: str, kinds: tuple[str, ...], *o
                 raise
 
 
+def definitions(api: Api) -> list[Object]:
+    """The definitions of our custom resources that the API server has."""
+    return [one for one in api.list("customresourcedefinitions") if one["spec"]["group"] == "semantide.io"]
+
+
+def remove_definitions(api: Api) -> None:
+    """Take the custom resources away, with what there is of them: a release never does that itself, and another one may not take them over."""
+    for one in definitions(api):
+        api.delete("customresourcedefinitions", one["metadata"]["name"])
+    until(lambda: not definitions(api), "the custom resources are gone")
+
+
 def served(api: Api) -> bool:
     """Whether the API server takes objects of both custom resources."""
-    named = [one for one in api.list("customresourcedefinitions") if one["spec"]["group"] == "semantide.io"]
+    named = definitions(api)
     return len(named) == 2 and all(
         any(c["type"] == "Established" and c["status"] == "True" for c in one.get("status", {}).get("conditions") or ()) for one in named
     )

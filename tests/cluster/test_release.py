@@ -9,7 +9,7 @@ import pytest
 
 from .api import Api, Object, until
 from .control_plane import ControlPlane
-from .release import BY_CLIENT, CHART, PREVIOUS_CHART, Release, chart_without, unbound, unpacked
+from .release import BY_CLIENT, CHART, PREVIOUS_CHART, Release, chart_without, definitions, remove_definitions, unbound, unpacked
 from .simulated_nodes import SimulatedNodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -33,15 +33,9 @@ def volumes(plane: ControlPlane, api: Api, namespace: str) -> Iterator[list[str]
 
 @pytest.fixture
 def release(plane: ControlPlane, api: Api, namespace: str) -> Iterator[Release]:
-    _without_custom_resources(api)
+    remove_definitions(api)
     yield Release("shop", namespace, plane.kubeconfig)
-    _without_custom_resources(api)
-
-
-def _without_custom_resources(api: Api) -> None:
-    for name in _custom_resources(api):
-        api.delete("customresourcedefinitions", name)
-    until(lambda: not _custom_resources(api), "the custom resources are gone")
+    remove_definitions(api)
 
 
 def _kept(api: Api, namespace: str) -> dict[str, str]:
@@ -52,7 +46,7 @@ def _kept(api: Api, namespace: str) -> dict[str, str]:
 
 
 def _custom_resources(api: Api) -> set[str]:
-    return {one["metadata"]["name"] for one in api.list("customresourcedefinitions") if one["spec"]["group"] == "semantide.io"}
+    return {one["metadata"]["name"] for one in definitions(api)}
 
 
 def test_upgrade_roll_back_and_uninstall_keep_keys_and_data(api: Api, namespace: str, volumes: list[str], release: Release, tmp_path: Path) -> None:

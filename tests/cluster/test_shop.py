@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import random
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +10,7 @@ import pytest
 
 from .api import Api, until
 from .docker_engine import Engine
-from .installed_shop import SLOT, Shop, build_images
+from .installed_shop import SLOT, Shop, build_images, write_ring
 from .kubelet import Kubelet
 
 pytestmark = [pytest.mark.cluster_nodes, pytest.mark.timeout(3600)]
@@ -31,7 +27,7 @@ def shop(engine: Engine, nodes: dict[str, Kubelet], real_api: Api, tmp_path_fact
     made = Shop(real_api, namespace, tmp_path_factory.mktemp("shop"), nodes)
     try:
         made.install()
-        _write_input(made.folder / "in")
+        write_ring(made.folder / "in")
         made.run("ingest", str(made.folder / "in"))
         made.run("dataset")
         made.run("tokenize")
@@ -40,20 +36,6 @@ def shop(engine: Engine, nodes: dict[str, Kubelet], real_api: Api, tmp_path_fact
         made.remove()
         real_api.delete("namespaces", namespace)
         until(lambda: not real_api.list("pods", namespace), "its pods are gone", _PATIENCE)
-
-
-def _write_input(folder: Path) -> None:
-    """Everybody walks along a ring of items."""
-    folder.mkdir()
-    draw, start = random.Random(5), int(time.time() * 1000) - 10**9
-    rows = ["user,item,time,action"]
-    for user in range(120):
-        item = draw.randrange(40)
-        for step in range(draw.randint(6, 12)):
-            item = (item + draw.randint(1, 2)) % 40
-            rows.append(f"user-{user},item-{item},{start + user * 1000 + step},click")
-    (folder / "interactions.csv").write_text("\n".join(rows) + "\n")
-    (folder / "items.jsonl").write_text("".join(json.dumps({"id": f"item-{n}", "title": f"thing {n}", "categories": ["all"]}) + "\n" for n in range(40)))
 
 
 def _ended(shop: Shop, job_id: str) -> dict[str, Any]:

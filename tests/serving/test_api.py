@@ -209,10 +209,13 @@ def test_without_its_broker_explicit_histories_are_still_served(settings, tmp_pa
         with Server(room) as server:
             wait_until(lambda: server.recommend(user="ann").status_code == 200)
             before = server.items(history=["i1"])
+            assert server.client.get("/readyz").json()["status"] == "ok"
             own.stop()
             response = server.recommend(user="ann")
             assert response.status_code == 503 and "send the `history` along" in response.text
             assert server.items(history=["i1"]) == before
+            ready = server.client.get("/readyz")
+            assert ready.status_code == 200 and ready.json()["status"] == "degraded"
             paged = server.recommend(history=["i1"], depth=20)
             assert paged.status_code == 503 and "leave `depth` out" in paged.text
             own.start()

@@ -13,12 +13,15 @@ from fastapi.testclient import TestClient
 
 from semantide.shared import operations_api
 from semantide.shared.api_keys import api_keys, local_key
-from semantide.shared.broker import free_port
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.broker import OwnBroker, connect, free_port
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.http import OPEN_PATHS, APIRouter, Server, build_app
 from semantide.shared.jobs import Jobs
+from semantide.shared.queues import Queues
+from semantide.shared.room import Room
 
 ERRORS = {
     "missing": (NotFound, 404),
@@ -125,6 +128,22 @@ def test_health_says_what_is_wrong(make_room: Callable[[str], Any]) -> None:
     assert answer.status_code == 503 and answer.json()["problems"] == ["serving: no model could be loaded"]
     fine = TestClient(build_app([room], [], [lambda: (True, "serving model 7")])).get("/readyz")
     assert fine.status_code == 200 and fine.json() == {"status": "ok", "problems": [], "state": ["serving model 7"]}
+
+
+def test_a_broker_that_goes_away_takes_no_process_out_of_service_but_none_begins_without_it(settings: Any, tmp_path: Any) -> None:
+    with OwnBroker(tmp_path / "own") as own:
+        alone = settings.model_copy(update={"redis_url": own.url})
+        room = Room("serving", alone, connect(own.url), ArtifactStore(alone.artifacts_root), Queues(own.url))
+        began = TestClient(build_app([room], [], [lambda: (True, "serving model 7")]))
+        assert began.get("/readyz").json()["status"] == "ok"
+        own.stop()
+        said = began.get("/readyz")
+        assert (said.status_code, said.json()["status"], said.json()["state"]) == (200, "degraded", ["serving model 7"])
+        assert said.json()["problems"][0].startswith("broker: ")
+        late = TestClient(build_app([room], [], [lambda: pytest.fail("it was asked before the broker answered")]))
+        assert (late.get("/readyz").status_code, late.get("/readyz").json()["status"]) == (503, "unready")
+        own.start()
+        assert began.get("/readyz").json() == {"status": "ok", "problems": [], "state": ["serving model 7"]}
 
 
 def test_keys_beyond_loopback_must_be_configured(tmp_path: Any) -> None:

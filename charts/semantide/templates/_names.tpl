@@ -55,7 +55,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* Name of the Service behind an entry of ingressPaths: arguments root, path, key. */}}
 {{- define "semantide.backend" -}}
 {{- if and (eq .key "router") .root.Values.servingReplicas -}}
+{{- $apis := list }}{{ range list "all" "serving" }}{{ if kindIs "map" (get $.root.Values.apis .) }}{{ $apis = append $apis . }}{{ end }}{{ end -}}
+{{- /* Until there are routers an API answers, where one may. */}}
+{{- if or (include "semantide.knowsReplicas" .root) (not $apis) -}}
 {{ include "semantide.name" .root }}-router
+{{- else -}}
+{{ include "semantide.apiName" (dict "root" .root "key" (first $apis)) }}
+{{- end -}}
 {{- else if kindIs "map" (get .root.Values.apis .key) -}}
 {{ include "semantide.apiName" . }}
 {{- else -}}
@@ -68,6 +74,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "semantide.name" .root }}-replicas-{{ .key }}
 {{- end -}}
 
+{{/* Whether the cluster knows NPUServices: not before this chart has brought them there. */}}
+{{- define "semantide.knowsReplicas" -}}
+{{- if .Capabilities.APIVersions.Has "semantide.io/v1alpha1/NPUService" }}true{{ end -}}
+{{- end -}}
+
 {{/* All processes that are on, as JSON: {"processes": [{name, component, command, room, values, http}]}. */}}
 {{- define "semantide.processes" -}}
 {{- $root := . -}}
@@ -78,8 +89,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 {{- $replicas := list -}}
+{{- /* Routers without replicas would never be ready, and `helm install --wait` would wait for them. */}}
 {{- range $key, $spec := .Values.servingReplicas -}}
-{{- if kindIs "map" $spec -}}
+{{- if and (kindIs "map" $spec) (include "semantide.knowsReplicas" $root) -}}
 {{- $replicas = append $replicas (printf "http://%s:8000" (include "semantide.replicasName" (dict "root" $root "key" $key))) -}}
 {{- end -}}
 {{- end -}}
