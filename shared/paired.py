@@ -31,6 +31,11 @@ class Interval:
         """Whether 0 lies outside."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def error(self) -> float:
+        """Its standard error."""
+        return (self.high - self.low) / 2 / normal_quantile((1 + self.confidence) / 2)
+
 
 def normal_quantile(share: float) -> float:
     """The number below which this share of standard normal draws lies.
@@ -89,12 +94,11 @@ def lift(new_C: Floats, old_C: Floats, confidence: float = 0.95) -> Interval:
 
 def compared(new: Interval, old: Interval) -> Interval:
     """The new figure over the old one, less 1, where the two come from other cases (delta method)."""
-    cases, reach = min(new.cases, old.cases), normal_quantile((1 + new.confidence) / 2)
+    cases = min(new.cases, old.cases)
     if not old.value > 0 or not math.isfinite(new.high - new.low) or not math.isfinite(old.high - old.low):
         return Interval(math.nan, -math.inf, math.inf, cases, new.confidence)
     value = new.value / old.value
-    deviations = (new.high - new.low) / 2 / reach / old.value, value * (old.high - old.low) / 2 / reach / old.value
-    found = interval(value, deviations[0] ** 2 + deviations[1] ** 2, cases, new.confidence)
+    found = interval(value, (new.error / old.value) ** 2 + (value * old.error / old.value) ** 2, cases, new.confidence)
     return Interval(value - 1, found.low - 1, found.high - 1, cases, new.confidence)
 
 

@@ -8,10 +8,9 @@ import typer
 
 from semantide.services.commandline import display
 from semantide.services.commandline.client import Client
-from semantide.services.commandline.jobs import AsJson, Wait, run_job
-from semantide.services.commandline.overrides import OnCluster, Overrides, config_of, wish_of
+from semantide.services.commandline.jobs import AsJson, Wait, run_kind
+from semantide.services.commandline.overrides import OnCluster, Overrides
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
 
 
 def reward(
@@ -33,11 +32,10 @@ def reward(
     if weigh is not None:
         if dataset or retriever:
             raise ValueError("--weigh trains nothing: leave --dataset and --retriever out")
-        inputs = {"reward": weigh}
+        inputs: dict[str, str | None] = {"reward": weigh}
     else:
-        inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"retriever": retriever} if retriever else {})
-    spec = JobSpec(kind="reward", recipe=recipe, config=config_of(overrides), inputs=inputs, seed=seed, cluster=wish_of(cluster))
-    record = run_job(client, spec, wait=wait, as_json=as_json)
+        inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "retriever": retriever}
+    record = run_kind(client, "reward", inputs, recipe=recipe, overrides=overrides, seed=seed, cluster=cluster, wait=wait, as_json=as_json)
     if wait and not as_json:
         _show(record.result)
 

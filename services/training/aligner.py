@@ -265,13 +265,13 @@ class Aligner:
                 state.best, state.best_step = better, state.step
                 self._weights.keep()
         changes = {
-            "hr@50_change": verdict.hits.mean,
+            "hr@50_change": verdict.hits.value,
             "hr@50_error": verdict.hits.error,
-            "reward_change": verdict.reward.mean,
+            "reward_change": verdict.reward.value,
             "reward_error": verdict.reward.error,
         }
         if verdict.judge is not None:
-            changes |= {"judge_change": verdict.judge.mean, "judge_error": verdict.judge.error}
+            changes |= {"judge_change": verdict.judge.value, "judge_error": verdict.judge.error}
         row = {"step": float(state.step), **result.figures, **(changes if state.tests else {})}
         state.tests.append(row)
         self._listener.metric(state.step, {f"held_out_{name}": value for name, value in row.items() if name != "step"})

@@ -183,7 +183,7 @@ def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: d
 
 def _reward(job: JobContext, ref: str, load_scorer: LoadScorer) -> QueuedScorer:
     return QueuedScorer(
-        ref, job.store, job.broker, job.send, lambda: load_scorer(ref), clock=time.time, pause=time.sleep, wait_seconds=job.settings.reward_wait_seconds
+        ref, job.id, job.store, job.broker, job.send, lambda: load_scorer(ref), clock=time.time, pause=time.sleep, wait_seconds=job.settings.reward_wait_seconds
     )
 
 

@@ -74,8 +74,8 @@ def train(job: JobContext) -> JobOutcome:
     promote = promotion_of(changes)
     processes = _processes(changes.pop("processes", job.settings.training_processes))
     config = recipe(job.spec.recipe or "small", changes)
-    if promote == "if-not-worse" and config.model_type != "generator":
-        raise BadData(f"config promote is 'if-not-worse' for a {config.model_type}: only generators are judged before they go live; give true or false")
+    if promote == "if-not-worse" and config.model_type == "sasrec":
+        raise BadData("config promote is 'if-not-worse' for a sasrec: only generators and retrievers go live; give false")
     if processes > 1 and config.epochs and "RANK" not in os.environ:
         return _by_ranks(job, processes)
     # Longer than the watch waits: it knows which rank hangs.

@@ -20,6 +20,7 @@ from semantide.services.reward import api, job, tasks
 from semantide.services.reward.newest_rewards import NewestRewards
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import Interaction, JobSpec, RolloutsToScore
+from semantide.shared.errands import Errands
 from semantide.shared.errors import BadData, Conflict, Corrupt
 from semantide.shared.history import Histories as OnlineHistories
 from semantide.shared.http import build_app
@@ -27,7 +28,7 @@ from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.relevance_gate import RelevanceGate
 from semantide.shared.models.reward_scorer import RewardScorer
-from semantide.shared.rollout_scores import QueuedScorer, ScoreBoard, store_rollouts
+from semantide.shared.rollout_scores import QueuedScorer, store_rollouts
 from semantide.shared.rollouts import Rollouts, Scores, rollouts_of
 from semantide.shared.room import Room
 
@@ -138,22 +139,24 @@ def test_the_worker_scores_what_a_run_would_score_itself_once(room: Room, datase
             for _ in range(2):
                 tasks.score_rollouts(wanted, room)
 
-    asking = QueuedScorer(reward, room.store, room.broker, sent.append, lambda: here, clock=lambda: time.time() + passed[0], pause=pause, wait_seconds=600)
+    asking = QueuedScorer(
+        reward, "align-1", room.store, room.broker, sent.append, lambda: here, clock=lambda: time.time() + passed[0], pause=pause, wait_seconds=600
+    )
     assert equal(asking.score(some(dataset)), here.score(some(dataset))) and asking.from_room == 1
     assert room.store.list("scores") == []
     # Rollouts of a run that did not wait are no work, and no failure.
     gone = RolloutsToScore(reward=reward, rollouts="rollouts/sha256-" + "0" * 64)
     tasks.score_rollouts(gone, room)
-    assert ScoreBoard(room.broker, room.store).find(gone) is None
+    assert Errands(RolloutsToScore, room.broker, room.store).find(gone) is None
 
 
 def test_a_worker_that_cannot_score_says_so_to_who_waits(room: Room, store: ArtifactStore, reward: str, tmp_path: Path) -> None:
     other = store.put("datasets", write_shop(tmp_path / "other", first_item=1000, pages=1))
-    wanted = RolloutsToScore(reward=reward, rollouts=store_rollouts(some(other), store))
+    wanted = RolloutsToScore(reward=reward, rollouts=store_rollouts(some(other), "align-1", store))
     with pytest.raises(Conflict, match="another catalog"):
         tasks.score_rollouts(wanted, room)
     with pytest.raises(Conflict, match="another catalog"):
-        ScoreBoard(room.broker, room.store).find(wanted)
+        Errands(RolloutsToScore, room.broker, room.store).find(wanted)
 
 
 def context(room: Room, spec: JobSpec) -> JobContext:
@@ -228,7 +231,8 @@ def test_a_user_s_own_history_is_taken_where_none_is_sent(room: Room, client: Te
     online = OnlineHistories(room.broker, 50, 1000)
     online.append(Interaction(user="u", item=item, time=number, action=action) for number, (item, action) in enumerate(events))
     reading = {"positive_intensity": 1.0, "deduplicate": "consecutive"}
-    assert api.events_of(api.ScoredUser(user="u", items=("item-1",)), online, room.settings.actions, reading) == [("item-2", "order"), ("item-6", "click")]
+    (told,) = api.told_of([api.ScoredUser(user="u", items=("item-1",))], online)
+    assert api.events_of(told, room.settings.actions, reading) == [("item-2", "order"), ("item-6", "click")]
     by_user = client.post("/v1/reward/scores", json={"users": [{"user": "u", "items": ["item-10"]}]}).json()
     kept = [{"item": item, "action": action} for item, action in events]
     by_history = client.post("/v1/reward/scores", json={"users": [{"user": "u", "history": kept, "items": ["item-10"]}]}).json()

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantide.services.training.alignment_guard import Change, Guard, Standing
+from semantide.services.training.alignment_guard import Guard, Standing
 from semantide.services.training.alignment_recipes import ALIGN_RECIPES, align_recipe
 from semantide.services.training.grpo import group_advantages, policy_loss, prefix_advantages, shaped_rewards
+from semantide.shared.paired import difference
 
 
 def rewards(seed: int, groups: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,13 +113,17 @@ def test_noise_alone_seldom_stops(seed: int) -> None:
     stops = 0
     for _ in range(40):
         before, after = ((rng.random(300) < 0.3).astype(float) for _ in range(2))
-        stops += Change.of(after, before).falls(2.0)
+        stops += Guard(2.0).falls(difference(after, before))
     assert stops <= 8  # 1 of 44 on average
 
 
-def test_changes_are_of_the_same_users() -> None:
-    with pytest.raises(ValueError, match="the same users"):
-        Change.of(np.zeros(3), np.zeros(4))
+def test_changes_are_of_the_same_users_and_have_their_standard_error() -> None:
+    before, after = (np.random.default_rng(seed).random(50) for seed in range(2))
+    change = difference(after, before, 0.8)
+    assert change.error == pytest.approx((after - before).std(ddof=1) / 50**0.5)
+    with pytest.raises(ValueError, match="the same cases"):
+        Guard(2.0).verdict(Standing(np.zeros(3), np.zeros(3)), Standing(np.zeros(4), np.zeros(3)))
+    assert not Guard(2.0).falls(difference(np.zeros(1), np.ones(1))), "of one user nothing is known"
 
 
 def test_recipes_and_their_numbers() -> None:
