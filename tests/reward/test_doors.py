@@ -254,6 +254,20 @@ def test_a_wrong_request_is_refused(room: Room, client: TestClient, reward: str,
     assert answer.status_code == status and words in json.dumps(answer.json())
 
 
+def test_the_events_of_a_request_are_bounded_those_that_are_stored_included(
+    room: Room, client: TestClient, reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NewestRewards(room.broker).put(reward, 1)
+    monkeypatch.setattr(api, "_MOST_EVENTS", 6)
+    OnlineHistories(room.broker, 50, 1000).append(Interaction(user="u", item=f"item-{number}", time=number, action="click") for number in range(4))
+    sent = [{"item": "item-1"}] * 3
+    answers = [
+        client.post("/v1/reward/scores", json={"users": [{"user": "u", "items": ["item-1"]}, {"history": sent[:most], "items": ["item-1"]}]}) for most in (2, 3)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 422] and "have 7 events" in answers[1].json()["error"]["message"]
+    assert client.post("/v1/reward/scores", content=b" " * (room.settings.max_body_bytes + 1)).status_code == 413
+
+
 def test_the_gate_shuts_out_no_more_positives_than_it_may() -> None:
     rng = np.random.default_rng(0)
     positives, others = (rng.normal(shift, 1, (400, 6)).astype(np.float32) for shift in (0.8, -0.8))
