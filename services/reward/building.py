@@ -15,7 +15,7 @@ import torch
 
 from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, Examples, examples, learned_from, totals
 from semantide.services.reward.fitting import fit, logits_of
-from semantide.services.reward.item_spaces import crossed_search_vectors, item_spaces
+from semantide.services.reward.item_spaces import crossed_search_vectors, halved_spaces, item_spaces
 from semantide.services.reward.recipes import RewardTraining
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
@@ -23,8 +23,9 @@ from semantide.shared.event_actions import EventActions
 from semantide.shared.feedback import Feedback
 from semantide.shared.models.calibration import Calibration, area_under_curve, calibration_error, fit_calibration, log_loss, reliability
 from semantide.shared.models.interest_search import FloatArray, IntArray, search
-from semantide.shared.models.preference import ItemSpaces, PreferenceModel, combined
-from semantide.shared.models.relevance_gate import RelevanceGate, relevance_features
+from semantide.shared.models.item_spaces import ItemSpaces
+from semantide.shared.models.preference import PreferenceModel, combined
+from semantide.shared.models.relevance_gate import FEATURES, RelevanceGate, relevance_features
 from semantide.shared.models.reward import RewardConfig, RewardNetwork
 
 _GATE_PAIRS = 20_000
@@ -55,7 +56,7 @@ def build(
     tick("spaces of items", 0.02)
     train_E = _train_events(dataset, found, config)
     spaces = item_spaces(dataset, train_E, config, seed)
-    crossed_2ND = crossed_search_vectors(dataset, train_E, spaces, config, seed)
+    halves = halved_spaces(dataset, train_E, spaces, config, seed)
     shape = RewardConfig(
         num_items=len(dataset.item_ids),
         signals=found.signals,
@@ -76,7 +77,9 @@ def build(
     if backbone_NB is not None:
         network.backbone_NB.copy_(torch.from_numpy(backbone_NB))
     network.to(device or torch.device("cpu"))
-    batches = Batches.of(found, shape, dataset, events, spaces.search_vectors(), crossed_2ND, debias_position=config.debias in ("position", "both"))
+    batches = Batches.of(
+        found, shape, dataset, events, spaces.search_vectors(), crossed_search_vectors(halves), debias_position=config.debias in ("position", "both")
+    )
 
     def told(done: float, figures: dict[str, float]) -> None:
         tick("training", 0.05 + 0.8 * done / config.epochs)
@@ -95,10 +98,11 @@ def build(
     )
     network.cpu()
     weights = _weights(config, preference, found.signals)
-    fared_NI, users = totals(found, len(dataset.item_ids), dataset.user_ids)
+    items, users = totals(found, len(dataset.item_ids), dataset.user_ids)
     tick("relevance", 0.9)
-    gate, gate_report = _gate(dataset, found, batches, spaces, weights, config, seed)
-    model = PreferenceModel(network, dataset.item_ids, fared_NI, spaces, users, found.usual_S, calibrations, weights, gate, {})
+    gate, gate_report = _gate(dataset, found, batches, (spaces, spaces), weights, config, seed)
+    past_gate, past_report = _gate(dataset, found, batches, halves, weights, config, seed)
+    model = PreferenceModel(network, dataset.item_ids, items, spaces, halves, users, found.usual_S, calibrations, weights, gate, past_gate, {})
     tick("report", 0.95)
     figures = {
         "exposures": {name: len(found.rows(use)) for name, use in (("train", TRAIN), ("held_out", HELD_OUT), ("test", TEST))},
@@ -106,6 +110,7 @@ def build(
         "best_epoch": progress.best_epoch,
         "curve": progress.curve,
         "gate": gate_report,
+        "past_gate": past_report,
         "signals": _report(network, batches, found, calibrations, HELD_OUT if not len(found.rows(TEST)) else TEST),
         "measured_on": "held_out, which it was calibrated on" if not len(found.rows(TEST)) else "test",
         "debiased": {
@@ -123,7 +128,9 @@ def build(
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
     # Scoring makes histories of events in the same way.
     history = {name: dataset.header["config"][name] for name in ("positive_intensity", "deduplicate") if name in dataset.header.get("config", {})}
-    return replace(model, header={"config": plain, "metrics": figures, "history": history})
+    times = feedback.times[found.use_X == TRAIN]
+    counted = {"from": int(times.min()), "until": int(times.max())}
+    return replace(model, header={"config": plain, "metrics": figures, "history": history, "counted": counted})
 
 
 def _train_events(dataset: Dataset, found: Examples, config: RewardTraining) -> np.ndarray:
@@ -153,9 +160,15 @@ def _weights(config: RewardTraining, deployed: Mapping[str, float], signals: tup
 
 
 def _gate(
-    dataset: Dataset, found: Examples, batches: Batches, spaces: ItemSpaces, weights: Mapping[str, float], config: RewardTraining, seed: int
+    dataset: Dataset,
+    found: Examples,
+    batches: Batches,
+    halves: tuple[ItemSpaces, ItemSpaces],
+    weights: Mapping[str, float],
+    config: RewardTraining,
+    seed: int,
 ) -> tuple[RelevanceGate, dict[str, float]]:
-    """Fit on half of the held-out positives, and set the threshold on the other half."""
+    """Fit on half of the held-out positives, and set the threshold on the other half; ``halves`` are the spaces for users of even and odd rows."""
     rng = np.random.default_rng([seed, 77])
     liked = [column for column, name in enumerate(found.signals) if weights[name] > 0]
     rows = found.rows(HELD_OUT)
@@ -166,9 +179,14 @@ def _gate(
 
     def features(rows: IntArray, items_X: IntArray) -> FloatArray:
         begins, ends = np.maximum(found.begins_X[rows], found.ends_X[rows] - config.max_history), found.ends_X[rows]
-        places, _ = search(batches.vectors_ND, batches.histories.items_E, begins, ends, items_X, config.num_found)
-        events = np.where(places >= 0, batches.histories.items_E[places.clip(0)] if len(batches.histories.items_E) else 0, -1)
-        return relevance_features((spaces.content_NC, spaces.collaborative_NG), batches.histories.items_E, begins, ends, items_X, events)
+        items_E, found_XF = batches.histories.items_E, np.zeros((len(rows), len(FEATURES)), np.float32)
+        for half, spaces in enumerate(halves):
+            mine = np.flatnonzero(found.feedback.users[rows] % 2 == half)
+            stretch = begins[mine], ends[mine], items_X[mine]
+            places, _ = search(spaces.search_vectors(), items_E, *stretch, config.num_found)
+            events = np.where(places >= 0, items_E[places.clip(0)] if len(items_E) else 0, -1)
+            found_XF[mine] = relevance_features((spaces.content_NC, spaces.collaborative_NG), items_E, *stretch, events)
+        return found_XF
 
     others = [features(part, rng.integers(len(dataset.item_ids), size=len(part))) for part in (fitted, kept)]
     held_out = features(kept, items[kept])

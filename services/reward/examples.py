@@ -21,7 +21,7 @@ from semantide.shared.errors import BadData
 from semantide.shared.event_actions import EventActions
 from semantide.shared.feedback import Feedback, history_ends
 from semantide.shared.models.interest_search import FloatArray, IntArray
-from semantide.shared.models.preference import UserTable
+from semantide.shared.models.preference import ItemTable, UserTable
 from semantide.shared.models.reward import RewardBatch, RewardConfig
 from semantide.shared.models.reward_pairs import Histories, item_features, pairs, user_features
 
@@ -224,8 +224,8 @@ class Batches:
             yield part, self.batch(part)
 
 
-def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[FloatArray, UserTable]:
-    """How all items have fared at the end of training [N, 1 + S], and what is known of users by then."""
+def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[ItemTable, UserTable]:
+    """How all items have fared at the end of training, and what is known of users by then."""
     train = found.use_X == TRAIN
     items, users, labels = found.feedback.items[train], found.feedback.users[train], found.labels_XS[train]
     shown_N = np.bincount(items, minlength=num_items)
@@ -233,4 +233,4 @@ def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[
     known = users >= 0
     shown_U = np.bincount(users[known], minlength=len(user_ids))
     given_US = np.stack([np.bincount(users[known & labels[:, column]], minlength=len(user_ids)) for column in range(labels.shape[1])], axis=1)
-    return item_features(shown_N, given_NS, found.usual_S), UserTable({user: row for row, user in enumerate(user_ids)}, shown_U, given_US)
+    return ItemTable(shown_N, given_NS), UserTable({user: row for row, user in enumerate(user_ids)}, shown_U, given_US)
