@@ -40,6 +40,7 @@ from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward_scorer import RewardScorer
+from semantide.shared.pages import Pages
 from semantide.shared.rollout_scores import QueuedScorer
 from semantide.shared.rollouts import Rollouts, Scorer, Scores
 from semantide.shared.telemetry import logger
@@ -64,6 +65,7 @@ class _World:
     rollouter: Rollouter
     max_items: int
     events: EventActions | None
+    pages: Pages | None
 
 
 def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int = 1) -> JobOutcome:
@@ -105,7 +107,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
         config,
         world.generator,
         world.rollouter,
-        Prompts(world.dataset, config, job.spec.seed),
+        Prompts(world.dataset, config, job.spec.seed, world.pages),
         terms,
         reward,
         test,
@@ -176,9 +178,13 @@ def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: d
         events = EventActions.load(job.store.get(inputs["dataset"]))
     except Conflict:
         events = None  # of a data set that does not say what was done
+    try:
+        pages = Pages.of(dataset, job.store.get(inputs["dataset"]))
+    except Conflict:
+        pages = None  # of one that has none, or does not say what its actions mean
     max_items = int(card["max_items"])
     rollouter = Rollouter(generator, trie, tokens_NL, rows, dataset, inputs["dataset"], config, max_items, events)
-    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items, events)
+    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items, events, pages)
 
 
 def _reward(job: JobContext, ref: str, load_scorer: LoadScorer) -> QueuedScorer:

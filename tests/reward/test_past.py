@@ -130,7 +130,7 @@ def test_items_of_the_same_names_and_other_content_are_another_catalog(shop: Pat
         pq.write_table(pa.table({"item": table["item"], "count": table["count"], **turned}), folder / "items.parquet")
         if refused:
             with pytest.raises(
-                Conflict, match="items of the same names, and 40 of 40 .* described otherwise in data set d: it is of another catalog; train one"
+                Conflict, match=r"items of the same names, and 40 of 40 .* described otherwise in data set d: it is of another catalog; train one"
             ):
                 RewardScorer("rewards/sha256-" + "0" * 64, model, "d", folder)
         else:
