@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from semantide.services.training.alignment_guard import Guard, Standing
 from semantide.services.training.alignment_recipes import AlignConfig
 from semantide.services.training.checkpoint import Checkpoints
-from semantide.services.training.grpo import group_advantages, group_moments, mean_over_rollouts, policy_loss, prefix_advantages, shaped_rewards
+from semantide.services.training.grpo import (
+    group_advantages,
+    group_moments,
+    mean_over_rollouts,
+    policy_loss,
+    policy_mean,
+    policy_weights,
+    prefix_advantages,
+    shaped_rewards,
+)
 from semantide.services.training.held_out import HeldOut
 from semantide.services.training.optimiser import rate_share, set_rate
 from semantide.services.training.policy_terms import Items, Places, PolicyTerms, Terms, divergence_CL
@@ -168,13 +177,20 @@ class Aligner:
                 f"{float(gate_RG[present_RG].float().mean()):.0%}): the reward model {self._reward_name[:26]}... tells these items not apart; train it on more feedback, or lower "
                 "least_spread"
             )
-        mean_R1, spread_R1 = group_moments(rewards_RG, present_RG)
+        _, spread_R1 = group_moments(rewards_RG, present_RG)
+        weights_RG = policy_weights(drawn.log_probs_RGL, present_RG, config.beams, config.distinct)
+        told = {
+            "reward": rewards_RG,
+            "preference": preference_RG,
+            "gate_rate": gate_RG,
+            "known_rate": known_RG,
+            "popularity": self._popularity_N[drawn.rows_RG],
+        }
         figures = {
-            "reward": float(mean_R1.mean()), "reward_spread": float(spread_R1.mean()), "preference": float(preference_RG[present_RG].mean()),
-            "gate_rate": float(gate_RG[present_RG].float().mean()), "known_rate": float(known_RG.float().mean()),
+            **{name: float(policy_mean(values, weights_RG)) for name, values in told.items()}, "reward_spread": float(spread_R1.mean()),
             "skipped_share": 1 - used / len(advantages.used_B), "staleness": float((state.step - drawn_at) * config.updates),
             "diversity": len(torch.unique(drawn.rows_RG[present_RG])) / max(1, min(int(present_RG.sum()), len(self._popularity_N))),
-            "group_diversity": _distinct(drawn.rows_RG), "popularity": float(self._popularity_N[drawn.rows_RG[present_RG]].mean()),
+            "group_diversity": _distinct(drawn.rows_RG),
         }  # fmt: skip
         items, order_C, num_positives = _items(drawn.rows_RG, positives)
         places = self._terms.places(self._generator, drawn.tokens, items, drawn.rules)
@@ -184,7 +200,7 @@ class Aligner:
                 start = self._terms.of(self._start, places)
         for update in range(config.updates):
             stale = update > 0 or state.step > drawn_at
-            figures |= self._updated(drawn, places, order_C, num_positives, present_RG, advantages, stale, update, start)
+            figures |= self._updated(drawn, places, order_C, num_positives, present_RG, weights_RG, advantages, stale, update, start)
         return figures
 
     def _updated(
@@ -194,6 +210,7 @@ class Aligner:
         order_C: Tensor,
         num_positives: int,
         present_RG: Tensor,
+        weights_RG: Tensor,
         advantages: Any,
         stale: bool,
         update: int,
@@ -216,7 +233,7 @@ class Aligner:
 
         own_RGL = of_rollouts(terms.policy_CL)
         loss, held = policy_loss(own_RGL, drawn.log_probs_RGL if stale else None, advantages, present_RG, config.clip)
-        entropy, open_share = mean_over_rollouts(of_rollouts(terms.entropy_CL), present_RG), mean_over_rollouts(of_rollouts(terms.valid_CL), present_RG)
+        entropy, open_share = policy_mean(of_rollouts(terms.entropy_CL).sum(2), weights_RG), mean_over_rollouts(of_rollouts(terms.valid_CL), present_RG)
         figures = {
             "policy_loss": float(loss.detach()),
             "entropy": float(entropy.detach()),
@@ -226,7 +243,7 @@ class Aligner:
         if config.clip:
             figures["clipped_share"] = float(held)
         if start is not None:
-            kl = mean_over_rollouts(of_rollouts(divergence_CL(terms, start)), present_RG)
+            kl = policy_mean(of_rollouts(divergence_CL(terms, start)).sum(2), weights_RG)
             figures["kl"] = float(kl.detach())
             if config.kl_weight:
                 loss = loss + config.kl_weight * kl

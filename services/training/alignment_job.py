@@ -21,6 +21,7 @@ import torch
 from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
+from semantide.services.training.grpo import policy_weights
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
 from semantide.services.training.job_inputs import card_of, device, promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
@@ -42,7 +43,7 @@ from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward_scorer import RewardScorer
 from semantide.shared.pages import Pages
 from semantide.shared.rollout_scores import QueuedScorer
-from semantide.shared.rollouts import Rollouts, Scorer, Scores
+from semantide.shared.rollouts import Scorer, Scores
 from semantide.shared.telemetry import logger
 
 _PROBES, _TOGETHER = 31, 64  # purpose of random numbers; prompts that are probed at a time
@@ -234,16 +235,18 @@ class Probe:
         self._reward, self._judge, self._name = reward, judge, reward_name
 
     def judged(self) -> Judged:
-        """Mean rewards of each user's rollouts as the policy is now; known positives count as anything else."""
+        """What each user's rollouts are worth in expectation as the policy is now; known positives count as anything else."""
         rewards, judgements, gates, invalid = [], [], [], []
         for begin in range(0, len(self._prompts), _TOGETHER):
             prompts = self._prompts[begin : begin + _TOGETHER]
             drawn = self._rollouter.draw(prompts, noise_of(self._seed, _PROBES, begin))
             scores = checked(self._reward.take(self._reward.ask(drawn.rollouts)), drawn.rollouts, self._name)
-            rewards.append(self._means(scores, drawn.rollouts))
-            gates.append((scores.gate_BG & scores.valid_BG)[drawn.rollouts.items_BG >= 0])
+            present_RG = drawn.rows_RG >= 0
+            weights_BG = policy_weights(drawn.log_probs_RGL, present_RG, self._config.beams, self._config.distinct).cpu().numpy()
+            rewards.append(self._means(scores, weights_BG))
+            gates.append(((scores.gate_BG & scores.valid_BG) * weights_BG).sum(1))
             if self._judge is not None:
-                judgements.append(self._means(self._judge.score(drawn.rollouts), drawn.rollouts))
+                judgements.append(self._means(self._judge.score(drawn.rollouts), weights_BG))
             codes = free_beams(
                 self._rollouter.decoder, self._generator.config.level_sizes, drawn.tokens.values, drawn.tokens.offsets_B1, self._config.beam_width
             )
@@ -255,11 +258,9 @@ class Probe:
             float(np.concatenate(gates).mean()),
         )
 
-    def _means(self, scores: Scores, rollouts: Rollouts) -> np.ndarray:
-        present = rollouts.items_BG >= 0
+    def _means(self, scores: Scores, weights_BG: np.ndarray) -> np.ndarray:
         opened = scores.gate_BG & scores.valid_BG if self._config.gate else scores.valid_BG
-        values = np.where(opened & present, scores.preference_BG, 0.0)
-        return np.asarray(values.sum(1) / np.maximum(present.sum(1), 1), dtype=np.float64)
+        return np.asarray((np.where(opened, scores.preference_BG, 0.0) * weights_BG).sum(1), dtype=np.float64)
 
 
 def _kept(job: JobContext, name: str, test: Callable[[], HeldOut]) -> dict[str, float]:
