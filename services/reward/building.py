@@ -115,6 +115,8 @@ def build(
         "measured_on": "held_out, which it was calibrated on" if not len(found.rows(TEST)) else "test",
         "debiased": {
             "propensities": float((~np.isnan(feedback.propensities[found.use_X == TRAIN])).mean()),
+            "estimated": config.propensities == "estimated" and config.debias in ("propensity", "both"),
+            "effective_share": _effective_share(found.weights_X[found.use_X == TRAIN]),
             "places": float((feedback.positions[found.use_X == TRAIN] >= 0).mean()),
             "tabs": len(feedback.tab_names),
         },
@@ -210,6 +212,12 @@ def _report(network: RewardNetwork, batches: Batches, found: Examples, calibrati
             "reliability": [list(entry) for entry in reliability(p, labels, 10)],
         }
     return report
+
+
+def _effective_share(weights_X: FloatArray) -> float:
+    """How many equally weighted exposures would say as much, as a share: what inverse propensities cost."""
+    total = float(np.square(weights_X.astype(np.float64)).sum())
+    return float(weights_X.astype(np.float64).sum() ** 2 / (total * len(weights_X))) if total else 0.0
 
 
 def _number(value: float) -> float | None:

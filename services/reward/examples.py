@@ -26,6 +26,7 @@ from semantide.shared.models.reward import RewardBatch, RewardConfig
 from semantide.shared.models.reward_pairs import Histories, item_features, pairs, user_features
 
 TRAIN, HELD_OUT, TEST, UNUSED = range(4)
+_PRIOR_SHOWN = 1.0
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,36 @@ def _signals(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTra
 
 
 def _weights(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTraining) -> FloatArray:
-    """Inverse propensities, of mean 1 where they are known and 1 elsewhere: what was unlikely to be shown stands for more."""
+    """Inverse propensities: what was unlikely to be shown stands for more. Those that are logged and those that are estimated have mean 1 each; of what has neither each counts 1."""
     weights_X = np.ones(len(feedback), dtype=np.float64)
-    known = ~np.isnan(feedback.propensities)
-    if config.debias in ("propensity", "both") and (known & train).any():
-        inverse = 1 / feedback.propensities[known].astype(np.float64)
-        mean = float((1 / feedback.propensities[known & train].astype(np.float64)).mean())
-        capped = np.minimum(inverse / mean, config.max_weight)
-        weights_X[known] = capped / max(float(np.minimum(1 / feedback.propensities[known & train].astype(np.float64) / mean, config.max_weight).mean()), 1e-12)
+    if config.debias not in ("propensity", "both"):
+        return weights_X.astype(np.float32)
+    logged = ~np.isnan(feedback.propensities)
+    sources = [(logged, feedback.propensities.astype(np.float64))]
+    if config.propensities == "estimated":
+        sources.append((~logged, shown_shares(feedback, train & ~logged)))
+    for known, propensities in sources:
+        if not (known & train).any():
+            continue
+        inverse_X = 1 / propensities
+        capped_X = np.minimum(inverse_X / inverse_X[known & train].mean(), config.max_weight)
+        weights_X[known] = (capped_X / max(float(capped_X[known & train].mean()), 1e-12))[known]
     return weights_X.astype(np.float32)
+
+
+def shown_shares(feedback: Feedback, counted_X: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """How likely the recommender that wrote the log was to show each exposure's item in its tab [X]: the item's share of the tab's exposures, drawn towards its share of
+    all as if each item had been shown there ``_PRIOR_SHOWN`` times more on average, and that towards the share of any item.
+    """
+    items, tabs, num_items = feedback.items, feedback.tabs.astype(np.int64) + 1, int(feedback.items.max(initial=-1)) + 1
+    counts_N = np.bincount(items[counted_X], minlength=num_items) + _PRIOR_SHOWN
+    share_N = counts_N / max(counts_N.sum(), 1)
+    keys, key_X = np.unique(tabs * max(num_items, 1) + items, return_inverse=True)
+    counts_K = np.bincount(key_X[counted_X], minlength=len(keys))
+    shown_T = np.bincount(tabs[counted_X], minlength=int(tabs.max(initial=0)) + 1)
+    prior = _PRIOR_SHOWN * num_items
+    found: npt.NDArray[np.float64] = (counts_K[key_X] + prior * share_N[items]) / (shown_T[tabs] + prior)
+    return found
 
 
 @dataclass(frozen=True)
