@@ -30,6 +30,10 @@ from semantide.shared.models.reward import RewardConfig, RewardNetwork
 
 _GATE_PAIRS = 20_000
 _SPREAD = 1e-6
+_TELLING = 500  # exposures of a place from which on its rates are more than chance
+Calibrated = tuple[np.ndarray, tuple[Calibration, ...]]
+"""Logits [X, S], and how each signal's become probabilities."""
+
 Tick = Callable[[str, float], None]
 
 
@@ -91,10 +95,14 @@ def build(
     held_out = found.rows(HELD_OUT)
     if not len(held_out):
         raise BadData("no exposures are held out to calibrate with: make the data set with later validation exposures, or raise held_out")
-    logits_XS = logits_of(network, batches, held_out)
-    calibrations = tuple(
-        fit_calibration(logits_XS[:, column], found.labels_XS[held_out, column], config.calibration, weights_X=found.weights_X[held_out], seed=seed)
-        for column in range(len(found.signals))
+    # What is scored later is shown nowhere yet, so probabilities come true over the places of the log together; where places are known is for the report alone.
+    placeless = replace(batches, debias_position=False)
+    logits_XS = logits_of(network, placeless, held_out)
+    calibrations = _calibrations(logits_XS, found, config, seed)
+    placed = _calibrations(logits_of(network, batches, held_out), found, config, seed)
+    measured = HELD_OUT if not len(found.rows(TEST)) else TEST
+    report = _report(
+        (logits_of(network, placeless, found.rows(measured)), calibrations), (logits_of(network, batches, found.rows(measured)), placed), found, measured
     )
     network.cpu()
     weights = _weights(config, preference, found.signals)
@@ -111,8 +119,8 @@ def build(
         "curve": progress.curve,
         "gate": gate_report,
         "past_gate": past_report,
-        "signals": _report(network, batches, found, calibrations, HELD_OUT if not len(found.rows(TEST)) else TEST),
-        "measured_on": "held_out, which it was calibrated on" if not len(found.rows(TEST)) else "test",
+        "signals": report,
+        "measured_on": "held_out, which it was calibrated on" if measured == HELD_OUT else "test",
         "debiased": {
             "propensities": float((~np.isnan(feedback.propensities[found.use_X == TRAIN])).mean()),
             "estimated": config.propensities == "estimated" and config.debias in ("propensity", "both"),
@@ -196,22 +204,48 @@ def _gate(
     return gate, {**gate.report(held_out, others[1]), "positives": float(len(kept)), "threshold": gate.threshold}
 
 
-def _report(network: RewardNetwork, batches: Batches, found: Examples, calibrations: tuple[Calibration, ...], use: int) -> dict[str, Any]:
-    rows = found.rows(use)
-    logits_XS = logits_of(network, batches, rows)
-    report = {}
-    for column, (name, calibration) in enumerate(zip(found.signals, calibrations, strict=True)):
-        labels, p = found.labels_XS[rows, column], calibration(logits_XS[:, column])
+def _calibrations(logits_XS: np.ndarray, found: Examples, config: RewardTraining, seed: int) -> tuple[Calibration, ...]:
+    """One for each signal, from the logits of the held-out examples."""
+    rows = found.rows(HELD_OUT)
+    return tuple(
+        fit_calibration(logits_XS[:, column], found.labels_XS[rows, column], config.calibration, weights_X=found.weights_X[rows], seed=seed)
+        for column in range(len(found.signals))
+    )
+
+
+def _report(deployed: Calibrated, placed: Calibrated, found: Examples, use: int) -> dict[str, Any]:
+    """What each signal is worth: as it is deployed, without effects of place and tab, and where the log says the items were shown."""
+    rows, report = found.rows(use), {}
+    for column, name in enumerate(found.signals):
+        labels = found.labels_XS[rows, column]
+        (logits, p), (placed_logits, placed_p) = ((logits_XS[:, column], maps[column](logits_XS[:, column])) for logits_XS, maps in (deployed, placed))
         report[name] = {
             "rate": float(labels.mean()) if len(rows) else 0.0,
-            "auc": _number(area_under_curve(logits_XS[:, column], labels)),
+            "auc": _number(area_under_curve(placed_logits, labels)),
+            "auc_deployed": _number(area_under_curve(logits, labels)),
             "calibration_error": calibration_error(p, labels),
-            "calibration_error_before": calibration_error(1 / (1 + np.exp(-logits_XS[:, column].astype(np.float64))), labels),
+            "calibration_error_placed": calibration_error(placed_p, labels),
+            "calibration_error_before": calibration_error(1 / (1 + np.exp(-logits.astype(np.float64))), labels),
+            "places": _by_place(placed_p, labels, found, rows),
             "log_loss": log_loss(p, labels),
-            "calibration": calibration.as_dict()["kind"],
+            "calibration": deployed[1][column].as_dict()["kind"],
             "reliability": [list(entry) for entry in reliability(p, labels, 10)],
         }
     return report
+
+
+def _by_place(p: np.ndarray, labels: np.ndarray, found: Examples, rows: IntArray) -> list[dict[str, Any]]:
+    """How far off predictions are on each place and each tab with exposures enough to tell."""
+    feedback, places = found.feedback, []
+    for kind, numbers, names in (("tab", feedback.tabs[rows], feedback.tab_names), ("position", feedback.positions[rows], None)):
+        for number, count in zip(*np.unique(numbers[numbers >= 0], return_counts=True), strict=True):
+            if count >= _TELLING:
+                inside = numbers == number
+                error = calibration_error(p[inside], labels[inside], min(20, int(count) // (_TELLING // 5)))
+                places.append(
+                    {kind: names[number] if names else int(number), "exposures": int(count), "rate": float(labels[inside].mean()), "calibration_error": error}
+                )
+    return places
 
 
 def _effective_share(weights_X: FloatArray) -> float:

@@ -80,6 +80,21 @@ def test_a_place_takes_the_blame_for_what_is_seen_less(trained: Path) -> None:
     assert effects[0] > effects[1] > effects[3]
 
 
+def test_predictions_come_true_as_they_are_deployed_and_at_every_place(trained: Path) -> None:
+    click = PreferenceModel.load(trained).header["metrics"]["signals"]["click"]
+    assert click["calibration_error"] < 0.12 and click["calibration_error_placed"] < 0.12 and click["auc"] > click["auc_deployed"] > 0.6
+    assert click["places"] == []  # too few exposures of each to tell
+
+
+def test_calibration_is_reported_for_each_place_with_exposures_enough(tmp_path: Path) -> None:
+    folder = write_shop(tmp_path / "shop", num_users=300)
+    click = made(folder, tmp_path / "fitting", recipe("tiny", {"epochs": 2, "test": 0.4})).header["metrics"]["signals"]["click"]
+    tabs = {place["tab"]: place for place in click["places"] if "tab" in place}
+    positions = {place["position"]: place for place in click["places"] if "position" in place}
+    assert set(tabs) == {"home", "search"} and set(positions) == {0, 1, 2, 3} and positions[0]["rate"] > positions[3]["rate"]
+    assert all(place["calibration_error"] < 0.12 and place["exposures"] >= 500 for place in click["places"])
+
+
 def test_one_seed_gives_one_model_and_a_killed_run_goes_on(shop: Path, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
