@@ -9,7 +9,7 @@ import typer
 from semantide.services.commandline import display
 from semantide.services.commandline.client import Client
 from semantide.services.commandline.jobs import AsJson, Wait, run_kind
-from semantide.services.commandline.overrides import OnCluster, Overrides
+from semantide.services.commandline.overrides import OnCluster, Overrides, Processes
 from semantide.services.commandline.publishing import IfNotWorse, promotion
 from semantide.shared.config import Settings
 
@@ -28,6 +28,7 @@ def align(
         bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")
     ] = False,
     if_not_worse: IfNotWorse = False,
+    processes: Processes = None,
     overrides: Overrides = None,
     cluster: OnCluster = None,
     wait: Wait = True,
@@ -55,6 +56,7 @@ def align(
         wait=wait,
         as_json=as_json,
         promote=promotion(promote, if_not_worse),
+        processes=processes,
     )
     if wait and not as_json:
         display.alignment(record.result)

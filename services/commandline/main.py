@@ -20,7 +20,7 @@ from semantide.services.commandline.alignment import align
 from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
 from semantide.services.commandline.experiments import experiment
 from semantide.services.commandline.jobs import AsJson, Wait, run_job, run_kind
-from semantide.services.commandline.overrides import OnCluster, Overrides, config_of
+from semantide.services.commandline.overrides import OnCluster, Overrides, Processes, config_of
 from semantide.services.commandline.page_report import pages
 from semantide.services.commandline.publishing import IfNotWorse, decisions, promote, promotion
 from semantide.services.commandline.recommendations import recommend
@@ -233,7 +233,7 @@ def train(
     beams: Annotated[str | None, typer.Option(help="What `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     if_not_worse: IfNotWorse = False,
-    processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
+    processes: Processes = None,
     overrides: Overrides = None,
     cluster: OnCluster = None,
     wait: Wait = True,

@@ -47,12 +47,13 @@ def _show(result: dict[str, Any]) -> None:
             f"{found['rate']:.2%}",
             "-" if found["auc"] is None else f"{found['auc']:.4f}",
             f"{found['calibration_error']:.2%}",
+            f"{found['calibration_error_placed']:.2%}",
             found["calibration"],
             f"{result['preference'].get(name, 0):g}",
         ]
         for name, found in result["signals"].items()
     ]
-    display.table(f"Signals, measured on {result['measured_on']}", ["signal", "rate", "AUC", "calibration error", "calibration", "weight"], rows)
+    display.table(f"Signals, measured on {result['measured_on']}", ["signal", "rate", "AUC", "calibration error", "where shown", "calibration", "weight"], rows)
     gate = result["gate"]
     display.console.print(
         f"the gate lets {gate['positives_pass']:.1%} of held-out positives pass, and {gate['others_pass']:.1%} of other items", highlight=False
