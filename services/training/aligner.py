@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from semantide.services.training.alignment_guard import Guard, Standing
 from semantide.services.training.alignment_recipes import AlignConfig
 from semantide.services.training.checkpoint import Checkpoints
+from semantide.services.training.gradients import GradientSum
 from semantide.services.training.grpo import (
     group_advantages,
     group_moments,
@@ -33,7 +34,6 @@ from semantide.services.training.grpo import (
     prefix_advantages,
     shaped_rewards,
 )
-from semantide.services.training.gradients import GradientSum
 from semantide.services.training.held_out import HeldOut
 from semantide.services.training.optimiser import rate_share, set_rate
 from semantide.services.training.policy_terms import Items, Places, PolicyTerms, Terms, divergence_CL

@@ -179,7 +179,11 @@ def test_a_comparison_without_a_verdict_holds_the_candidate_back_with_the_reason
     if ends in ("succeeded", "running"):  # the verdict may be on its way
         assert len(state.decisions) == 1
         return
-    said = {"failed": "its comparison failed (BadData: too few users)", "cancelled": "its comparison was cancelled", "forgotten": "nothing is known of its comparison"}
+    said = {
+        "failed": "its comparison failed (BadData: too few users)",
+        "cancelled": "its comparison was cancelled",
+        "forgotten": "nothing is known of its comparison",
+    }
     assert [(one.action, one.evaluation) for one in state.decisions[1:]] == [("hold", record.id)] and said[ends] in state.decisions[-1].reason
     tasks.decide(verdict(Pair(model=second, catalog=world.catalog_ref), first.model, True, record.id), world.room)
     tasks.keep_candidate(message, world.room)

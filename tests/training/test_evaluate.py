@@ -89,7 +89,12 @@ def test_what_a_model_lacks_is_in_no_list_and_left_out_of_histories(seen: bool, 
         ]
 
     times = [np.arange(len(history)) for history in HISTORIES]
-    without = [history[history != missing] for history in HISTORIES], 14, seen, [moments[history != missing] for moments, history in zip(times, HISTORIES, strict=True)]
+    without = (
+        [history[history != missing] for history in HISTORIES],
+        14,
+        seen,
+        [moments[history != missing] for moments, history in zip(times, HISTORIES, strict=True)],
+    )
     for whole, partial in zip(rankers(rows), rankers(lacking(rows, missing)), strict=True):
         assert (whole.num_unknown, partial.num_unknown) == (0, 1)
         lists = partial.rank(HISTORIES, 14, seen, times)

@@ -119,7 +119,9 @@ def test_what_cannot_be_compared_is_held_back_with_the_reason(make_job: Any, inp
         run(make_job("evaluate", config={"bounds": BOUNDS}, inputs={**inputs, "model": model}))
 
 
-def test_a_live_model_of_an_older_catalog_is_compared_by_what_it_can_recommend(make_job: Any, inputs: dict[str, str], queues: Any, store: ArtifactStore, tmp_path: Any) -> None:
+def test_a_live_model_of_an_older_catalog_is_compared_by_what_it_can_recommend(
+    make_job: Any, inputs: dict[str, str], queues: Any, store: ArtifactStore, tmp_path: Any
+) -> None:
     """A data set that has grown by some items is the ordinary case, and must not hold every candidate back for ever."""
     model = run(make_job("train", recipe="tiny", config={**QUICK, "epochs": 1}, inputs=inputs)).artifacts["model"]
     whole = Catalog.load(store.get(inputs["catalog"]))
