@@ -73,7 +73,8 @@ def difference(new_C: Floats, old_C: Floats, confidence: float = 0.95) -> Interv
 
 def ratio(sums_C: Floats, counts_C: Floats, confidence: float = 0.95) -> Interval:
     """One total over another, such as clicks over requests, where both vary by case (delta method)."""
-    cases, total = len(sums_C), float(counts_C.sum())
+    # Who has nothing of either tells nothing: a variant that one person met is known no better for all that did not.
+    cases, total = int(np.count_nonzero((counts_C != 0) | (sums_C != 0))), float(counts_C.sum())
     if total == 0:
         return Interval(math.nan, -math.inf, math.inf, cases, confidence)
     value = float(sums_C.sum()) / total
@@ -90,16 +91,6 @@ def lift(new_C: Floats, old_C: Floats, confidence: float = 0.95) -> Interval:
     _matched(new_C, old_C)
     found = ratio(np.asarray(new_C, dtype=np.float64), np.asarray(old_C, dtype=np.float64), confidence)
     return Interval(found.value - 1, found.low - 1, found.high - 1, found.cases, confidence)
-
-
-def compared(new: Interval, old: Interval) -> Interval:
-    """The new figure over the old one, less 1, where the two come from other cases (delta method)."""
-    cases = min(new.cases, old.cases)
-    if not old.value > 0 or not math.isfinite(new.high - new.low) or not math.isfinite(old.high - old.low):
-        return Interval(math.nan, -math.inf, math.inf, cases, new.confidence)
-    value = new.value / old.value
-    found = interval(value, (new.error / old.value) ** 2 + (value * old.error / old.value) ** 2, cases, new.confidence)
-    return Interval(value - 1, found.low - 1, found.high - 1, cases, new.confidence)
 
 
 def _matched(new_C: Floats, old_C: Floats) -> Floats:

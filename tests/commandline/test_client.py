@@ -94,6 +94,9 @@ def test_an_experiment_without_requests_says_what_to_do(client: Client) -> None:
     assert outcome.exit_code == 0 and "0 requests of 0 users" in outcome.output and "semantide variants set" in outcome.output.replace("\n", " ")
     assert '"variants": []' in invoke("experiment", "--json").output
     assert isinstance(invoke("experiment", "--before-days", "-1").exception, StackError)
+    for wrong in ("nan", "inf", "0", "-1", "1e9"):
+        refused = invoke("experiment", "--days", wrong).exception
+        assert isinstance(refused, ValueError) and "give a number of days" in str(refused)
 
 
 def test_decisions_show_figures_and_a_promotion_asks_for_what_is_there(client: Client, broker: Any) -> None:
