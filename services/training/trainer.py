@@ -206,7 +206,7 @@ class Trainer:
             state.step += 1
             if state.step % config.log_every == 0:
                 seconds = max(clock() - mark, 1e-9)
-                values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
+                values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens": tokens, "tokens_per_second": tokens / seconds}
                 values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
                     self.listener.step_seconds(self._computed / (state.step - steps))
