@@ -105,8 +105,7 @@ class Walk:
 
     def tokens(self, job: str) -> float:
         """How many tokens a job's model was optimised on."""
-        rows = self.client.get(f"/v1/jobs/{job}/metrics")["metrics"]
-        return float(sum(row.get("tokens", 0) for row in rows))
+        return float(sum(row.get("tokens", 0) for row in self.client.get(f"/v1/jobs/{job}/metrics")))
 
     def live(self, models: dict[str, str]) -> None:
         """Make the base live and the others variants that only those who name them get."""
