@@ -219,6 +219,7 @@ class Aligner:
         }  # fmt: skip
         items, order_C, num_positives = _items(drawn.rows_RG, positives)
         places = self._terms.places(self._generator, drawn.tokens, items, drawn.rules)
+        figures["tokens"] = float((drawn.tokens.values.numel() + items.rows_C.numel() * codes_RGL.shape[2]) * config.updates)
         start = None
         if config.kl_weight or (state.step + 1) % config.log_every == 0:
             with torch.no_grad():

@@ -160,7 +160,7 @@ class PreferenceModel:
         half_B = np.where(users_B >= 0, users_B % 2, _ALL) if past is not None else np.full(len(users_B), _ALL)
         for half in np.unique(half_B):
             spaces = self.spaces if half == _ALL else self.halves[half]
-            gate = self.gate if past is None else self.past_gate
+            gate = self.gate if half == _ALL else self.past_gate
             vectors_ND = spaces.search_vectors()
             # The gate compares with events that have a vector: of whom has none of them, nothing is known.
             has_vector_N = (vectors_ND != 0).any(1)
