@@ -16,7 +16,7 @@ import torch
 from semantide.services.training.world import World
 
 T = TypeVar("T")
-Array = npt.NDArray[np.generic]
+D = TypeVar("D", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PromptShare:
         having = {name: [(own[name], heavy) for own, heavy in told if name in own] for name in names}
         return {name: sum(value * heavy for value, heavy in rows) / max(sum(heavy for _, heavy in rows), 1e-12) for name, rows in having.items()}
 
-    def joined(self, own: Array) -> Array:
+    def joined(self, own: npt.NDArray[D]) -> npt.NDArray[D]:
         """Rows of what was dealt out by ``own``, one for each thing: those of all of them, in their order."""
         if self.world.size == 1:
             return own

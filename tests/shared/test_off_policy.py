@@ -148,7 +148,7 @@ def of_sides(rng: np.random.Generator, people: int, share: float, reward: float)
     side = np.repeat(rng.random(people) < share, 3)
     groups, rewards = np.repeat(np.arange(people), 3), reward + 0.3 * rng.normal(size=3 * people)
     found: dict[str, list[Estimate]] = {}
-    for mine, chance in ((side, share), (~side, 1 - share)):
+    for mine in (side, ~side):
         decisions = Decisions(rewards, np.where(side, share, 1 - share), mine.astype(float), groups)
         expected = np.full(len(rewards), reward)
         for name, estimate in (("ips", ips(decisions)), ("snips", snips(decisions)), ("robust", doubly_robust(decisions, expected, expected))):

@@ -76,7 +76,12 @@ def aligned(world: World, folder: Path, argument: str) -> None:
     cases = cases_of(dataset, "valid")
     probe = Probe(config, generator, search, rollouter, cases[: config.probes], 3, source, None, "rewards/sha256-7", share)
     test = HeldOutTest(
-        GeneratorRanker(generator, trie, codes, rows, 8, 50), cases, np.bincount(dataset.items, minlength=ITEMS), exclude_seen=True, judge=probe.judged, share=share
+        GeneratorRanker(generator, trie, codes, rows, 8, 50),
+        cases,
+        np.bincount(dataset.items, minlength=ITEMS),
+        exclude_seen=True,
+        judge=probe.judged,
+        share=share,
     )
     heard: list[dict[str, float]] = []
     whom, when = [*argument.split(":"), "", ""][:2]

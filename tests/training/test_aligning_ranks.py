@@ -43,7 +43,9 @@ def test_ranks_together_make_the_updates_of_one(ranks: Ranks, alone: Path, tmp_p
     for one, other in zip(first["tests"], expected["tests"], strict=True):
         assert one == pytest.approx(other, abs=1e-4)
     told = [values for values in first["heard"] if "reward" in values]
-    assert len(told) == 6 and [values["reward"] for values in told] == pytest.approx([values["reward"] for values in expected["heard"] if "reward" in values], abs=1e-4)
+    assert len(told) == 6 and [values["reward"] for values in told] == pytest.approx(
+        [values["reward"] for values in expected["heard"] if "reward" in values], abs=1e-4
+    )
     assert [values["loss"] for values in told] == pytest.approx([values["loss"] for values in expected["heard"] if "loss" in values], abs=1e-4)
 
 
