@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semantide.shared.errors import Conflict
+from semantide.shared.stored_files import CATALOG_AGAIN, whole
 from semantide.shared.trie import IntArray, Trie
 
 
@@ -69,12 +70,16 @@ class Catalog:
 
     @classmethod
     def load(cls, folder: Path) -> Catalog:
-        """Read what ``save`` wrote."""
-        header = json.loads((folder / "catalog.json").read_text())
-        table = pq.read_table(folder / "items.parquet")
-        levels = len(header["level_sizes"])
-        codes = np.stack([table[f"c{level}"].to_numpy() for level in range(levels)], axis=1).astype(np.int64)
-        return cls(tuple(table["item"].to_pylist()), codes, tuple(header["level_sizes"]), header["tokenizer_digest"])
+        """Read what ``save`` wrote.
+
+        Raises: Corrupt.
+        """
+        with whole(folder, "catalog", CATALOG_AGAIN):
+            header = json.loads((folder / "catalog.json").read_text())
+            table = pq.read_table(folder / "items.parquet")
+            levels = len(header["level_sizes"])
+            codes = np.stack([table[f"c{level}"].to_numpy() for level in range(levels)], axis=1).astype(np.int64)
+            return cls(tuple(table["item"].to_pylist()), codes, tuple(header["level_sizes"]), header["tokenizer_digest"])
 
 
 _LINEAGES = "semantide:tokenization:lineages"

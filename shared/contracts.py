@@ -184,14 +184,15 @@ class ModelTrained(Message):
 
 
 class CandidateJudged(Message):
-    """An evaluation has compared a candidate with the model that was live, case by case; serving promotes it where it is ``not_worse`` and that model still is.
+    """An evaluation has compared a candidate with the model that was live, case by case; serving promotes it where it is ``not_worse`` and that model still is. Of a
+    retriever ``catalog`` is None.
 
     ``figures`` has for each metric the live model's mean, the candidate's, the mean difference, its lower bound and the bound that it was held against.
     """
 
     job_id: str
     model: ArtifactRef
-    catalog: ArtifactRef
+    catalog: ArtifactRef | None = None
     against: ArtifactRef
     not_worse: bool
     reason: str = ""

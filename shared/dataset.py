@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semantide.shared.executors import Piece, Steps, read
+from semantide.shared.stored_files import DATASET_AGAIN, whole
 
 Part = Literal["valid", "test"]
 
@@ -53,23 +54,27 @@ class Dataset:
 
     @classmethod
     def load(cls, folder: Path) -> Dataset:
-        """Read a ``datasets`` artifact."""
-        users = pq.read_table(folder / "users.parquet").combine_chunks()
-        table = pq.read_table(folder / "items.parquet").combine_chunks()
-        items = users["items"].combine_chunks() if users.num_rows else pa.array([], pa.list_(pa.int32()))
-        times = users["times"].combine_chunks() if users.num_rows else pa.array([], pa.list_(pa.int64()))
-        lengths = np.asarray(items.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
-        return cls(
-            user_ids=tuple(users["user"].to_pylist()),
-            item_ids=tuple(table["item"].to_pylist()),
-            items=items.flatten().to_numpy(zero_copy_only=False).astype(np.int32),
-            times=times.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            train_end=users["train_end"].to_numpy().astype(np.int32),
-            valid_end=users["valid_end"].to_numpy().astype(np.int32),
-            item_table=table,
-            header=json.loads((folder / "dataset.json").read_text()),
-        )
+        """Read a ``datasets`` artifact.
+
+        Raises: Corrupt.
+        """
+        with whole(folder, "data set", DATASET_AGAIN):
+            users = pq.read_table(folder / "users.parquet").combine_chunks()
+            table = pq.read_table(folder / "items.parquet").combine_chunks()
+            items = users["items"].combine_chunks() if users.num_rows else pa.array([], pa.list_(pa.int32()))
+            times = users["times"].combine_chunks() if users.num_rows else pa.array([], pa.list_(pa.int64()))
+            lengths = np.asarray(items.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+            return cls(
+                user_ids=tuple(users["user"].to_pylist()),
+                item_ids=tuple(table["item"].to_pylist()),
+                items=items.flatten().to_numpy(zero_copy_only=False).astype(np.int32),
+                times=times.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
+                offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                train_end=users["train_end"].to_numpy().astype(np.int32),
+                valid_end=users["valid_end"].to_numpy().astype(np.int32),
+                item_table=table,
+                header=json.loads((folder / "dataset.json").read_text()),
+            )
 
     def history(self, user: int) -> npt.NDArray[np.int32]:
         """All events of a user, rows of the item table."""

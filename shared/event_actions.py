@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import Conflict
+from semantide.shared.stored_files import DATASET_AGAIN, whole
 
 Numbers = npt.NDArray[np.int16]
 
@@ -30,18 +31,19 @@ class EventActions:
     def load(cls, folder: Path) -> EventActions:
         """Read them from a ``datasets`` artifact.
 
-        Raises: Conflict for one that does not have them.
+        Raises: Conflict for one that does not have them, Corrupt.
         """
-        stored = pq.ParquetFile(folder / "users.parquet")
-        if "actions" not in stored.schema_arrow.names:
-            raise Conflict(f"{folder.name} does not say what was done in its events: make the data set anew, or leave `actions` out of features")
-        number_of: dict[str, int] = {}
-        parts = [np.zeros(0, dtype=np.int16)]
-        for batch in stored.iter_batches(1 << 16, columns=["actions"]):
-            own = batch["actions"].flatten().dictionary_encode()
-            numbers = [number_of.setdefault(name, len(number_of)) for name in own.dictionary.to_pylist()]
-            parts.append(np.array(numbers, dtype=np.int16)[own.indices.to_numpy()] if numbers else parts[0])
-        return cls(tuple(number_of), np.concatenate(parts))
+        with whole(folder, "events", DATASET_AGAIN):
+            stored = pq.ParquetFile(folder / "users.parquet")
+            if "actions" not in stored.schema_arrow.names:
+                raise Conflict(f"{folder.name} does not say what was done in its events: make the data set anew, or leave `actions` out of features")
+            number_of: dict[str, int] = {}
+            parts = [np.zeros(0, dtype=np.int16)]
+            for batch in stored.iter_batches(1 << 16, columns=["actions"]):
+                own = batch["actions"].flatten().dictionary_encode()
+                numbers = [number_of.setdefault(name, len(number_of)) for name in own.dictionary.to_pylist()]
+                parts.append(np.array(numbers, dtype=np.int16)[own.indices.to_numpy()] if numbers else parts[0])
+            return cls(tuple(number_of), np.concatenate(parts))
 
     def among(self, names: Sequence[str]) -> Numbers:
         """The number of each distinct action among ``names``, counted from 1; 0 for what is not one of them."""

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import Conflict
+from semantide.shared.stored_files import DATASET_AGAIN, whole
 
 IntArray = npt.NDArray[np.int64]
 PARTS = ("train", "valid", "test")
@@ -49,38 +50,39 @@ class Feedback:
     def load(cls, folder: Path) -> Feedback:
         """Read the exposures of a ``datasets`` artifact.
 
-        Raises: Conflict for one that has none.
+        Raises: Conflict for one that has none, Corrupt.
         """
         path = folder / "feedback.parquet"
         if not path.exists():
             raise Conflict(f"{folder.name} was made without exposures: make the data set anew")
-        table = pq.read_table(path).combine_chunks()
-        lists = table["signals"].combine_chunks() if table.num_rows else pa.array([], pa.list_(pa.string()))
-        words = lists.flatten()
-        names = sorted(word for word in pc.unique(words).to_pylist() if word is not None)
-        signals_XS = np.zeros((table.num_rows, len(names)), dtype=np.bool_)
-        if names:
-            signals_XS[pc.list_parent_indices(lists).to_numpy(), pc.index_in(words, value_set=pa.array(names)).to_numpy()] = True
-        tab_names = sorted(name for name in pc.unique(table["tab"]).to_pylist() if name is not None)
-        tabs = pc.index_in(table["tab"], value_set=pa.array(tab_names, pa.string())).fill_null(-1).to_numpy().astype(np.int16)
+        with whole(folder, "exposures", DATASET_AGAIN):
+            table = pq.read_table(path).combine_chunks()
+            lists = table["signals"].combine_chunks() if table.num_rows else pa.array([], pa.list_(pa.string()))
+            words = lists.flatten()
+            names = sorted(word for word in pc.unique(words).to_pylist() if word is not None)
+            signals_XS = np.zeros((table.num_rows, len(names)), dtype=np.bool_)
+            if names:
+                signals_XS[pc.list_parent_indices(lists).to_numpy(), pc.index_in(words, value_set=pa.array(names)).to_numpy()] = True
+            tab_names = sorted(name for name in pc.unique(table["tab"]).to_pylist() if name is not None)
+            tabs = pc.index_in(table["tab"], value_set=pa.array(tab_names, pa.string())).fill_null(-1).to_numpy().astype(np.int16)
 
-        def column(name: str, nothing: float, dtype: Any) -> Any:
-            return table[name].fill_null(nothing).to_numpy().astype(dtype)
+            def column(name: str, nothing: float, dtype: Any) -> Any:
+                return table[name].fill_null(nothing).to_numpy().astype(dtype)
 
-        return cls(
-            users=column("user", -1, np.int32),
-            items=column("item", -1, np.int32),
-            times=column("time", 0, np.int64),
-            pages=column("page", -1, np.int64),
-            tabs=tabs,
-            positions=column("position", -1, np.int32),
-            signals_XS=signals_XS,
-            values=column("value", float("nan"), np.float32),
-            propensities=column("propensity", float("nan"), np.float32),
-            parts=column("part", 0, np.int8),
-            signals=tuple(names),
-            tab_names=tuple(tab_names),
-        )
+            return cls(
+                users=column("user", -1, np.int32),
+                items=column("item", -1, np.int32),
+                times=column("time", 0, np.int64),
+                pages=column("page", -1, np.int64),
+                tabs=tabs,
+                positions=column("position", -1, np.int32),
+                signals_XS=signals_XS,
+                values=column("value", float("nan"), np.float32),
+                propensities=column("propensity", float("nan"), np.float32),
+                parts=column("part", 0, np.int8),
+                signals=tuple(names),
+                tab_names=tuple(tab_names),
+            )
 
     def __len__(self) -> int:
         return len(self.users)

@@ -26,6 +26,7 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.executors import Output, Piece, Steps, read
 from semantide.shared.negative_sampling import AliasTable, IntArray, KnownPairs, NegativeMix, Negatives, NegativeSampler, Rows
+from semantide.shared.stored_files import whole
 
 SHARD_EVENTS = 1 << 15
 
@@ -75,8 +76,12 @@ class BeamLists:
 
     @classmethod
     def load(cls, folder: Path) -> BeamLists:
-        """Read a ``beams`` artifact."""
-        return cls(np.load(folder / "cuts.npy"), np.load(folder / "rows.npy", mmap_mode="r"))
+        """Read a ``beams`` artifact.
+
+        Raises: Corrupt.
+        """
+        with whole(folder, "beams", "search them anew (`semantide negatives`), or copy the artifact again"):
+            return cls(np.load(folder / "cuts.npy"), np.load(folder / "rows.npy", mmap_mode="r"))
 
     def save(self, folder: Path) -> None:
         """Write its two arrays."""

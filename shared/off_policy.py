@@ -14,13 +14,14 @@ Legend: C decisions, G groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from semantide.shared.paired import Floats, Interval, ratio
+from semantide.shared.paired import Floats, Interval, interval, ratio
 
 Labels = npt.NDArray[np.int64]
 
@@ -58,12 +59,16 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean reward per decision. ``effective`` is how many decisions of the policy itself would tell as much; ``clipped`` the share whose weight was cut."""
+    """A mean reward per decision. ``effective`` is how many decisions of the policy itself would tell as much; ``clipped`` the share whose weight was cut.
+
+    Shapes: ``influences_G`` how far each group moves the estimate, together 0.
+    """
 
     interval: Interval
     mean_weight: Interval
     effective: float
     clipped: float = 0.0
+    influences_G: Floats = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
 
 def ips(decisions: Decisions, clip: float | None = None, confidence: float = 0.95) -> Estimate:
@@ -88,6 +93,22 @@ def doubly_robust(decisions: Decisions, predicted_C: Floats, expected_C: Floats,
             f"{len(predicted_C)} predicted and {len(expected_C)} expected rewards for {len(decisions.rewards)} decisions: give one of each for every decision"
         )
     return _estimate(decisions, clip, confidence, lambda weights: (expected_C + weights * (decisions.rewards - predicted_C), np.ones_like(weights)))
+
+
+def lift(new: Estimate, old: Estimate) -> Interval:
+    """The new estimate over the old one, less 1, of the same decisions (delta method): whoever moves the one may move the other, as a person whom chance gave to one side is missing on the other.
+
+    Raises: ValueError for estimates of other groups.
+    """
+    if new.influences_G.shape != old.influences_G.shape:
+        raise ValueError(f"{len(new.influences_G)} groups in the new estimate and {len(old.influences_G)} in the old one: give both for the same decisions")
+    one, other = new.interval, old.interval
+    cases = min(one.cases, other.cases)
+    if not other.value > 0 or not math.isfinite(one.value) or cases < 2:
+        return interval(math.nan, math.inf, cases, one.confidence)
+    times = one.value / other.value
+    moved_G = (new.influences_G - times * old.influences_G) / other.value
+    return interval(times - 1, float((moved_G**2).sum()) * cases / (cases - 1), cases, one.confidence)
 
 
 def halves(groups_C: Labels, seed: int = 0) -> npt.NDArray[np.bool_]:
@@ -118,9 +139,11 @@ def _estimate(decisions: Decisions, clip: float | None, confidence: float, parts
 
     sums, counts = (by_group(part) for part in parts(cut))
     square = float((cut**2).sum())
+    found = ratio(sums, counts, confidence)
     return Estimate(
-        ratio(sums, counts, confidence),
+        found,
         ratio(by_group(weights), by_group(np.ones_like(weights)), confidence),
         float(cut.sum()) ** 2 / square if square else 0.0,
         float((cut < weights).mean()) if len(weights) else 0.0,
+        (sums - found.value * counts) / counts.sum() if counts.sum() else np.zeros(count),
     )

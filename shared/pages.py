@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import Conflict
+from semantide.shared.stored_files import DATASET_AGAIN, whole
 
 IntArray = npt.NDArray[np.int64]
 
@@ -50,27 +51,28 @@ class Pages:
     def load(cls, folder: Path, intensities: Mapping[str, float]) -> Pages:
         """Read them from a ``datasets`` artifact; ``intensities`` are those of its actions.
 
-        Raises: Conflict for a data set without pages, or with an action that has no intensity.
+        Raises: Conflict for a data set without pages, or with an action that has no intensity; Corrupt.
         """
         path = folder / "pages.parquet"
         if not path.is_file() or not intensities:
             raise Conflict(f"{folder.name} has no pages or does not say how strong its actions are: make the data set anew (`semantide dataset`)")
-        table = pq.read_table(path).combine_chunks()
-        lists = table["items"].combine_chunks()
-        shown = table["actions"].combine_chunks().flatten().dictionary_encode()
-        names = shown.dictionary.to_pylist()
-        unknown = sorted(set(names) - set(intensities))
-        if unknown:
-            raise Conflict(f"{folder.name} has pages with the action {unknown[0]!r}, whose intensity it does not know: make the data set anew")
-        strength = np.array([intensities[name] for name in names], dtype=np.float32)
-        lengths = np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
-        return cls(
-            table["user"].to_numpy().astype(np.int64),
-            table["time"].to_numpy().astype(np.int64),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
-            strength[shown.indices.to_numpy()] if names else strength,
-        )
+        with whole(folder, "pages", DATASET_AGAIN):
+            table = pq.read_table(path).combine_chunks()
+            lists = table["items"].combine_chunks()
+            shown = table["actions"].combine_chunks().flatten().dictionary_encode()
+            names = shown.dictionary.to_pylist()
+            unknown = sorted(set(names) - set(intensities))
+            if unknown:
+                raise Conflict(f"{folder.name} has pages with the action {unknown[0]!r}, whose intensity it does not know: make the data set anew")
+            strength = np.array([intensities[name] for name in names], dtype=np.float32)
+            lengths = np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+            return cls(
+                table["user"].to_numpy().astype(np.int64),
+                table["time"].to_numpy().astype(np.int64),
+                np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
+                strength[shown.indices.to_numpy()] if names else strength,
+            )
 
     @classmethod
     def of(cls, dataset: Dataset, folder: Path) -> Pages:

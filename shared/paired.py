@@ -31,6 +31,11 @@ class Interval:
         """Whether 0 lies outside."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def error(self) -> float:
+        """Its standard error."""
+        return (self.high - self.low) / 2 / normal_quantile((1 + self.confidence) / 2)
+
 
 def normal_quantile(share: float) -> float:
     """The number below which this share of standard normal draws lies.
@@ -68,7 +73,8 @@ def difference(new_C: Floats, old_C: Floats, confidence: float = 0.95) -> Interv
 
 def ratio(sums_C: Floats, counts_C: Floats, confidence: float = 0.95) -> Interval:
     """One total over another, such as clicks over requests, where both vary by case (delta method)."""
-    cases, total = len(sums_C), float(counts_C.sum())
+    # Who has nothing of either tells nothing: a variant that one person met is known no better for all that did not.
+    cases, total = int(np.count_nonzero((counts_C != 0) | (sums_C != 0))), float(counts_C.sum())
     if total == 0:
         return Interval(math.nan, -math.inf, math.inf, cases, confidence)
     value = float(sums_C.sum()) / total
@@ -85,17 +91,6 @@ def lift(new_C: Floats, old_C: Floats, confidence: float = 0.95) -> Interval:
     _matched(new_C, old_C)
     found = ratio(np.asarray(new_C, dtype=np.float64), np.asarray(old_C, dtype=np.float64), confidence)
     return Interval(found.value - 1, found.low - 1, found.high - 1, found.cases, confidence)
-
-
-def compared(new: Interval, old: Interval) -> Interval:
-    """The new figure over the old one, less 1, where the two come from other cases (delta method)."""
-    cases, reach = min(new.cases, old.cases), normal_quantile((1 + new.confidence) / 2)
-    if not old.value > 0 or not math.isfinite(new.high - new.low) or not math.isfinite(old.high - old.low):
-        return Interval(math.nan, -math.inf, math.inf, cases, new.confidence)
-    value = new.value / old.value
-    deviations = (new.high - new.low) / 2 / reach / old.value, value * (old.high - old.low) / 2 / reach / old.value
-    found = interval(value, deviations[0] ** 2 + deviations[1] ** 2, cases, new.confidence)
-    return Interval(value - 1, found.low - 1, found.high - 1, cases, new.confidence)
 
 
 def _matched(new_C: Floats, old_C: Floats) -> Floats:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from semantide.shared.errors import Corrupt
+from semantide.shared.stored_files import whole
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -82,12 +82,10 @@ class Rollouts:
 
         Raises: Corrupt for a folder that holds something else.
         """
-        try:
+        with whole(folder, "rollouts", "let the alignment job make them again"):
             header = json.loads((folder / "rollouts.json").read_text())
             arrays = load_file(folder / "rollouts.safetensors")
             return cls(header["dataset"], **{name: arrays[name] for name in _ARRAYS}, actions=tuple(header["actions"]))
-        except (OSError, KeyError, ValueError) as error:
-            raise Corrupt(f"{folder} holds no rollouts ({error}): let the alignment job make them again") from error
 
 
 _ARRAYS = ("users_B", "offsets_B1", "histories_E", "times_E", "actions_E", "items_BG")
@@ -124,11 +122,9 @@ class Scores:
 
         Raises: Corrupt for a folder that holds something else.
         """
-        try:
+        with whole(folder, "scores", "let the rollouts be scored again"):
             arrays = load_file(folder / "scores.safetensors")
             return cls(*(arrays[name] for name in _SCORES))
-        except (OSError, KeyError, ValueError) as error:
-            raise Corrupt(f"{folder} holds no scores ({error}): let the rollouts be scored again") from error
 
 
 _SCORES = ("preference_BG", "relevance_BG", "gate_BG", "valid_BG")

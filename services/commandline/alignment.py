@@ -8,11 +8,10 @@ import typer
 
 from semantide.services.commandline import display
 from semantide.services.commandline.client import Client
-from semantide.services.commandline.jobs import AsJson, Wait, run_job
-from semantide.services.commandline.overrides import OnCluster, Overrides, config_of, wish_of
-from semantide.services.commandline.publishing import IfNotWorse
+from semantide.services.commandline.jobs import AsJson, Wait, run_kind
+from semantide.services.commandline.overrides import OnCluster, Overrides, Processes
+from semantide.services.commandline.publishing import IfNotWorse, promotion
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
 
 
 def align(
@@ -29,6 +28,7 @@ def align(
         bool, typer.Option("--promote", help="Make it live when it is done, unless the guard stopped it or nothing was better than the start")
     ] = False,
     if_not_worse: IfNotWorse = False,
+    processes: Processes = None,
     overrides: Overrides = None,
     cluster: OnCluster = None,
     wait: Wait = True,
@@ -43,10 +43,20 @@ def align(
         "reward": reward or client.latest("reward", "reward"),
         "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
         "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
-    } | ({"judge": judge} if judge else {})
-    config = config_of(overrides) | ({"promote": "if-not-worse" if if_not_worse else True} if promote or if_not_worse else {})
-    record = run_job(
-        client, JobSpec(kind="align", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=wish_of(cluster)), wait=wait, as_json=as_json
+        "judge": judge,
+    }
+    record = run_kind(
+        client,
+        "align",
+        inputs,
+        recipe=recipe,
+        overrides=overrides,
+        seed=seed,
+        cluster=cluster,
+        wait=wait,
+        as_json=as_json,
+        promote=promotion(promote, if_not_worse),
+        processes=processes,
     )
     if wait and not as_json:
         display.alignment(record.result)

@@ -138,4 +138,6 @@ def judgement(found: Mapping[str, Any]) -> None:
     rows = [[name, own["live"], own["candidate"], own["difference"], own["low"], own["bound"]] for name, own in found["figures"].items()]
     table(f"{found['cases']} held-out users", ["metric", "live", "candidate", "change", "lower bound", "allowed"], rows)
     if "not_worse" in found:
-        console.print("not worse" if found["not_worse"] else f"not shown to be as good: {found['reason']}", highlight=False, markup=False)
+        console.print(
+            "; ".join(filter(None, ["not worse" if found["not_worse"] else "not shown to be as good", found["reason"]])), highlight=False, markup=False
+        )

@@ -12,6 +12,7 @@ from semantide.services.commandline.client import Client
 from semantide.services.commandline.jobs import AsJson
 from semantide.shared.config import Settings
 
+_MOST_DAYS = 20_000
 _ESTIMATES = {"mean": "mean", "ips": "IPS", "snips": "SNIPS", "doubly_robust": "doubly robust"}
 
 
@@ -22,6 +23,8 @@ def experiment(
     as_json: AsJson = False,
 ) -> None:
     """Compare the variants of a split by the exposures and feedback that came back with request ids: rewards a request, 95 % intervals over people."""
+    if not 0 < days <= _MOST_DAYS:
+        raise ValueError(f"--days {days}: give a number of days above 0, up to {_MOST_DAYS}")
     since = int((time.time() - days * 86400) * 1000)
     found = Client(Settings()).get("/v1/experiments", since=since, base=base, before_days=before_days)
     if as_json:

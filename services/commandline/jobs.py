@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from semantide.services.commandline import display
 from semantide.services.commandline.client import Client
+from semantide.services.commandline.overrides import config_of, wish_of
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobRecord, JobSpec
 
@@ -37,6 +39,31 @@ def run_job(client: Client, spec: JobSpec, *, wait: bool = True, as_json: bool =
         made = ", ".join(f"{name} {ref}" for name, ref in record.artifacts.items())
         display.console.print(f"{record.spec.kind} done in {display.seconds(record):.1f} s{': ' + made if made else ''}", highlight=False)
     return record
+
+
+def run_kind(
+    client: Client,
+    kind: str,
+    inputs: Mapping[str, str | None],
+    *,
+    recipe: str = "",
+    overrides: list[str] | None = None,
+    seed: int = 0,
+    cluster: list[str] | None = None,
+    wait: bool = True,
+    as_json: bool = False,
+    **said: Any,
+) -> JobRecord:
+    """Run a job as the options of a verb say; ``said`` are fields of its configuration that have options of their own. What is None was left out."""
+    spec = {
+        "kind": kind,
+        "recipe": recipe,
+        "config": config_of(overrides) | {name: value for name, value in said.items() if value is not None},
+        "inputs": {name: ref for name, ref in inputs.items() if ref is not None},
+        "seed": seed,
+        "cluster": wish_of(cluster),
+    }
+    return run_job(client, JobSpec.model_validate(spec), wait=wait, as_json=as_json)
 
 
 def show_table(records: list[dict[str, Any]]) -> None:

@@ -19,12 +19,10 @@ from semantide.services.commandline import display, jobs, processes, rewards, st
 from semantide.services.commandline.alignment import align
 from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
 from semantide.services.commandline.experiments import experiment
-from semantide.services.commandline.jobs import AsJson, Wait, run_job
-from semantide.services.commandline.overrides import OnCluster, Overrides
-from semantide.services.commandline.overrides import config_of as _config
-from semantide.services.commandline.overrides import wish_of as _wish
+from semantide.services.commandline.jobs import AsJson, Wait, run_job, run_kind
+from semantide.services.commandline.overrides import OnCluster, Overrides, Processes, config_of
 from semantide.services.commandline.page_report import pages
-from semantide.services.commandline.publishing import IfNotWorse, decisions, promote
+from semantide.services.commandline.publishing import IfNotWorse, decisions, promote, promotion
 from semantide.services.commandline.recommendations import recommend
 from semantide.services.commandline.simulation import abtest, simulate
 from semantide.shared.api_keys import local_key
@@ -135,7 +133,7 @@ def ingest(
     if not path.exists():
         raise ValueError(f"{path} does not exist: name a file or a folder")
     client = Client(Settings())
-    body: dict[str, Any] = {"path": str(path.resolve()), **_config(overrides)}
+    body: dict[str, Any] = {"path": str(path.resolve()), **config_of(overrides)}
     if format:
         body["format"] = format
     spec = JobSpec(kind="import")
@@ -173,7 +171,7 @@ def ingest(
 @app.command()
 def dataset(seed: int = 0, overrides: Overrides = None, wait: Wait = True, as_json: AsJson = False) -> None:
     """Clean the events, make pages and splits: one data set artifact."""
-    record = run_job(Client(Settings()), JobSpec(kind="dataset", config=_config(overrides), seed=seed), wait=wait, as_json=as_json)
+    record = run_kind(Client(Settings()), "dataset", {}, overrides=overrides, seed=seed, wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(f"{record.result['pages']['verdict']} (`semantide pages`)", highlight=False, markup=False)
 
@@ -193,10 +191,8 @@ def tokenize(
 ) -> None:
     """Spell every item as a semantic id: one catalog artifact, and a report."""
     client = Client(Settings())
-    inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"vectors": vectors} if vectors else {})
-    record = run_job(
-        client, JobSpec(kind="tokenize", recipe=recipe, config=_config(overrides), inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json
-    )
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "vectors": vectors}
+    record = run_kind(client, "tokenize", inputs, recipe=recipe, overrides=overrides, seed=seed, cluster=cluster, wait=wait, as_json=as_json)
     if wait and not as_json:
         _tokenizer_report(record.result)
 
@@ -222,10 +218,8 @@ def negatives(
     """Search a generator's beams, or a retriever's best items, over all training histories: hard negatives for `semantide train --beams`. With --epochs,
     draw all negatives of a run ahead of it."""
     client = Client(Settings())
-    inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
-    inputs |= {name: ref for name, ref in (("catalog", catalog), ("model", model), ("beams", beams)) if ref}
-    config = _config(overrides) | ({} if epochs is None else {"epochs": epochs})
-    record = run_job(client, JobSpec(kind="negatives", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "catalog": catalog, "model": model, "beams": beams}
+    record = run_kind(client, "negatives", inputs, overrides=overrides, seed=seed, cluster=cluster, wait=wait, as_json=as_json, epochs=epochs)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -239,7 +233,7 @@ def train(
     beams: Annotated[str | None, typer.Option(help="What `semantide negatives` has searched, for a retriever's hard negatives")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Make it live when it is done")] = False,
     if_not_worse: IfNotWorse = False,
-    processes: Annotated[int | None, typer.Option(help="Processes that train it together; 0: one per accelerator of the worker's machine")] = None,
+    processes: Processes = None,
     overrides: Overrides = None,
     cluster: OnCluster = None,
     wait: Wait = True,
@@ -248,17 +242,22 @@ def train(
     """Train a model: recipe tiny, small, base (generator), pagewise and pointwise (generator by pages), pretrained (goes on from a Qwen checkpoint: --set checkpoint=FOLDER), sasrec (baseline),
     retriever-SIZE or fuxi-SIZE (HSTU or FuXi-alpha over item ids; SIZE is tiny, small, medium, large or long)."""
     client = Client(Settings())
-    inputs = {"dataset": dataset or client.latest("dataset", "dataset")}
-    if not recipe.startswith(NO_GENERATORS) or catalog:
+    inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "catalog": catalog, "beams": beams}
+    if not recipe.startswith(NO_GENERATORS):
         inputs["catalog"] = catalog or client.current_catalog()
-    if beams:
-        inputs["beams"] = beams
-    config = (
-        _config(overrides)
-        | ({"promote": "if-not-worse" if if_not_worse else True} if promote or if_not_worse else {})
-        | ({} if processes is None else {"processes": processes})
+    record = run_kind(
+        client,
+        "train",
+        inputs,
+        recipe=recipe,
+        overrides=overrides,
+        seed=seed,
+        cluster=cluster,
+        wait=wait,
+        as_json=as_json,
+        promote=promotion(promote, if_not_worse),
+        processes=processes,
     )
-    record = run_job(client, JobSpec(kind="train", recipe=recipe, config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
     if wait and not as_json:
         display.console.print(json.dumps(record.result), highlight=False)
 
@@ -288,10 +287,22 @@ def evaluate(
         "model": model,
         "dataset": dataset or made_from.get("dataset") or client.latest("dataset", "dataset"),
         "catalog": catalog or made_from.get("catalog") or client.current_catalog(),
+        "baseline": baseline,
+        "retriever": retriever,
+        "live": against,
     }
-    inputs |= {name: ref for name, ref in (("baseline", baseline), ("retriever", retriever), ("live", against)) if ref}
-    config = ({"bounds": Settings().promotion_bounds} if against else {}) | _config(overrides) | ({"weights": weights} if weights != "float32" else {})
-    record = run_job(client, JobSpec(kind="evaluate", config=config, inputs=inputs, seed=seed, cluster=_wish(cluster)), wait=wait, as_json=as_json)
+    record = run_kind(
+        client,
+        "evaluate",
+        inputs,
+        overrides=overrides,
+        seed=seed,
+        cluster=cluster,
+        wait=wait,
+        as_json=as_json,
+        bounds=Settings().promotion_bounds if against and "bounds" not in config_of(overrides) else None,
+        weights=weights if weights != "float32" else None,
+    )
     if wait and not as_json:
         display.evaluation(record.result)
 

@@ -52,3 +52,4 @@ OnCluster = Annotated[
         "--cluster", "-c", help="What the job asks of a cluster: priority, pods, npus_per_pod, least_pods, most_pods, deadline_seconds", callback=_checked_wish
     ),
 ]
+Processes = Annotated[int | None, typer.Option(help="Processes that do it together; 0: one per accelerator of the worker's machine")]

@@ -11,6 +11,7 @@ from semantide.services.commandline import display
 from semantide.services.commandline.client import Client
 from semantide.services.commandline.jobs import AsJson
 from semantide.shared.config import Settings
+from semantide.shared.contracts import Promotion
 from semantide.shared.errors import TransientError
 
 _PATIENCE_SECONDS = 60.0
@@ -19,6 +20,11 @@ IfNotWorse = Annotated[
     bool,
     typer.Option("--if-not-worse", help="Make it live only once a paired test on held-out users shows that it loses no more than SEMANTIDE_PROMOTION_BOUNDS"),
 ]
+
+
+def promotion(promote: bool, if_not_worse: bool) -> Promotion | None:
+    """What a job is told of going live; None where nothing was said."""
+    return "if-not-worse" if if_not_worse else promote or None
 
 
 def promote(model: str | None = None, catalog: str | None = None, if_not_worse: IfNotWorse = False, as_json: AsJson = False) -> None:

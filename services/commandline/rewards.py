@@ -8,10 +8,9 @@ import typer
 
 from semantide.services.commandline import display
 from semantide.services.commandline.client import Client
-from semantide.services.commandline.jobs import AsJson, Wait, run_job
-from semantide.services.commandline.overrides import OnCluster, Overrides, config_of, wish_of
+from semantide.services.commandline.jobs import AsJson, Wait, run_kind
+from semantide.services.commandline.overrides import OnCluster, Overrides
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
 
 
 def reward(
@@ -33,11 +32,10 @@ def reward(
     if weigh is not None:
         if dataset or retriever:
             raise ValueError("--weigh trains nothing: leave --dataset and --retriever out")
-        inputs = {"reward": weigh}
+        inputs: dict[str, str | None] = {"reward": weigh}
     else:
-        inputs = {"dataset": dataset or client.latest("dataset", "dataset")} | ({"retriever": retriever} if retriever else {})
-    spec = JobSpec(kind="reward", recipe=recipe, config=config_of(overrides), inputs=inputs, seed=seed, cluster=wish_of(cluster))
-    record = run_job(client, spec, wait=wait, as_json=as_json)
+        inputs = {"dataset": dataset or client.latest("dataset", "dataset"), "retriever": retriever}
+    record = run_kind(client, "reward", inputs, recipe=recipe, overrides=overrides, seed=seed, cluster=cluster, wait=wait, as_json=as_json)
     if wait and not as_json:
         _show(record.result)
 
@@ -49,12 +47,13 @@ def _show(result: dict[str, Any]) -> None:
             f"{found['rate']:.2%}",
             "-" if found["auc"] is None else f"{found['auc']:.4f}",
             f"{found['calibration_error']:.2%}",
+            f"{found['calibration_error_placed']:.2%}",
             found["calibration"],
             f"{result['preference'].get(name, 0):g}",
         ]
         for name, found in result["signals"].items()
     ]
-    display.table(f"Signals, measured on {result['measured_on']}", ["signal", "rate", "AUC", "calibration error", "calibration", "weight"], rows)
+    display.table(f"Signals, measured on {result['measured_on']}", ["signal", "rate", "AUC", "calibration error", "where shown", "calibration", "weight"], rows)
     gate = result["gate"]
     display.console.print(
         f"the gate lets {gate['positives_pass']:.1%} of held-out positives pass, and {gate['others_pass']:.1%} of other items", highlight=False

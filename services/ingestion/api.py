@@ -41,6 +41,8 @@ from semantide.shared.telemetry import logger, meter
 _LOG = logger("ingestion")
 _FSYNC_MS = 5000
 _EXPERIMENT_MS = 14 * 86_400_000
+_LAST_MS = 1 << 53  # exact in any client
+_MOST_DAYS = 36_500
 _UPLOAD_BLOCK = 4 * 1024 * 1024
 _SPARE_BYTES = 256 * 1024 * 1024
 _UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}){0,8}")
@@ -236,9 +238,9 @@ def build(room: Room) -> APIRouter:
     def experiments(since: int | None = None, until: int | None = None, base: str = "live", before_days: int = 28) -> dict[str, Any]:
         end = now_ms() if until is None else until
         begin = end - _EXPERIMENT_MS if since is None else since
-        if begin >= end or before_days < 0:
+        if not (0 <= begin < end <= _LAST_MS and 0 <= before_days <= _MOST_DAYS):
             raise BadData(
-                f"since is {begin}, until {end} and before_days {before_days}: give times in milliseconds since 1970, since before until, and days from 0 on"
+                f"since is {begin}, until {end} and before_days {before_days}: give times in milliseconds since 1970, since before until, and from 0 to {_MOST_DAYS} days"
             )
         with closing(Manifest(settings.data_dir / "events")) as manifest:
             found = read_experiment(EventLog(manifest).segments(), begin, end, before_days * 86_400_000)

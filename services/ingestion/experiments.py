@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from semantide.shared.off_policy import Decisions, Estimate, doubly_robust, halves, ips, snips
-from semantide.shared.paired import Floats, Interval, compared, ratio
+from semantide.shared.off_policy import Decisions, Estimate, doubly_robust, halves, ips, lift, snips
+from semantide.shared.paired import Floats, Interval
 
 COLUMNS = ("user", "item", "time", "action", "signals", "request_id", "propensity", "variant", "variant_share")
 REWARDS: Mapping[str, float] = {"clicks": 1.0, "orders": 3.0}
@@ -114,7 +114,7 @@ def _past(requests: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, fl
 
 @dataclass(frozen=True)
 class _Estimates:
-    mean: Interval
+    mean: Estimate
     ips: Estimate
     snips: Estimate
     doubly_robust: Estimate
@@ -124,10 +124,9 @@ def _estimates(requests: pl.DataFrame, name: str, reward: str, groups: np.ndarra
     rewards = requests[reward].to_numpy().astype(np.float64)
     mine = (requests["variant"] == name).to_numpy()
     decisions = Decisions(rewards, requests["share"].to_numpy().astype(np.float64), mine.astype(np.float64), groups)
-    sums, counts = np.bincount(groups[mine], rewards[mine]).astype(np.float64), np.bincount(groups[mine]).astype(np.float64)
-    met = counts > 0
+    alike = Decisions(rewards, np.ones(len(rewards)), mine.astype(np.float64), groups)
     predicted = _predicted(rewards, mine, groups, past_Q2)
-    return _Estimates(ratio(sums[met], counts[met]), ips(decisions), snips(decisions), doubly_robust(decisions, predicted, predicted))
+    return _Estimates(snips(alike), ips(decisions), snips(decisions), doubly_robust(decisions, predicted, predicted))
 
 
 def _predicted(rewards: Floats, mine: np.ndarray, groups: np.ndarray, past_Q2: Floats) -> Floats:
@@ -145,13 +144,14 @@ def _predicted(rewards: Floats, mine: np.ndarray, groups: np.ndarray, past_Q2: F
 
 
 def _shown(found: _Estimates, base: _Estimates | None) -> dict[str, Any]:
-    shown: dict[str, Any] = {"mean": _bounds(found.mean)}
-    for name in ("ips", "snips", "doubly_robust"):
-        estimate: Estimate = getattr(found, name)
-        shown[name] = {**_bounds(estimate.interval), "effective": estimate.effective, "mean_weight": _bounds(estimate.mean_weight)}
+    shown: dict[str, Any] = {}
+    for name, estimate in vars(found).items():
+        shown[name] = _bounds(estimate.interval)
+        if name != "mean":
+            shown[name] |= {"effective": estimate.effective, "mean_weight": _bounds(estimate.mean_weight)}
         if base is not None:
-            lift = compared(estimate.interval, getattr(base, name).interval)
-            shown[name]["lift"] = {**_bounds(lift), "beyond_noise": lift.beyond_noise}
+            against = lift(estimate, getattr(base, name))
+            shown[name]["lift"] = {**_bounds(against), "beyond_noise": against.beyond_noise}
     return shown
 
 

@@ -6,16 +6,17 @@ import json
 from typing import Any
 
 from semantide.services.negatives.newest_models import NewestModels
+from semantide.shared.contracts import NegativesWanted
+from semantide.shared.errands import Errands
 from semantide.shared.errors import NotFound
 from semantide.shared.http import APIRouter
-from semantide.shared.negative_shards import ShardBoard
 from semantide.shared.room import Room
 
 
 def build(room: Room) -> APIRouter:
     """The routes of this room."""
     router = APIRouter(prefix="/v1/negatives", tags=["negatives"])
-    board, models = ShardBoard(room.broker, room.store), NewestModels(room.broker)
+    errands, models = Errands(NegativesWanted, room.broker, room.store), NewestModels(room.broker)
 
     def figures(ref: str) -> dict[str, Any]:
         read: dict[str, Any] = json.loads((room.store.get(ref, verify=False) / "beams.json").read_text())
@@ -23,7 +24,7 @@ def build(room: Room) -> APIRouter:
 
     @router.get("", summary="Shards that are kept for training, searched beams, and the newest generator of each tokenizer")
     def negatives() -> dict[str, Any]:
-        return {"shards": board.waiting(), "beams": [figures(ref) for ref in room.store.list("beams")], "models": models.all()}
+        return {"shards": errands.waiting(), "beams": [figures(ref) for ref in room.store.list("beams")], "models": models.all()}
 
     @router.get("/beams/{ref:path}", summary="How some beams were searched, and how often the next item was among them")
     def beams(ref: str) -> dict[str, Any]:

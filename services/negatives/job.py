@@ -23,12 +23,13 @@ from semantide.services.negatives.top_items import TopItems
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import NegativesWanted
 from semantide.shared.dataset import Dataset
+from semantide.shared.errands import Errands
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.executors import Steps, executor
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.negative_sampling import NegativeMix
-from semantide.shared.negative_shards import ShardBoard, store_shard
+from semantide.shared.negative_shards import store_shard
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 from semantide.shared.table_snapshots import TableSnapshot
 
@@ -95,11 +96,11 @@ def _draw(job: JobContext) -> JobOutcome:
     except (ValueError, TypeError) as error:
         raise BadData(f"job {job.id}: {error}") from error
     settings = job.settings
-    source, board = NegativeSource.of(wanted, job.store), ShardBoard(job.broker, job.store)
+    source, errands = NegativeSource.of(wanted, job.store), Errands(NegativesWanted, job.broker, job.store)
     total = epochs * source.num_shards
     for epoch in range(epochs):
         wishes = [wanted.model_copy(update={"epoch": epoch, "shard": shard}) for shard in range(source.num_shards)]
-        if all((found := board.find(wish)) and job.store.exists(found) for wish in wishes):
+        if all((found := errands.find(wish)) and job.store.exists(found) for wish in wishes):
             continue  # before the job was started again
 
         def tick(done: int, parts: int, name: str, epoch: int = epoch) -> None:
@@ -110,7 +111,7 @@ def _draw(job: JobContext) -> JobOutcome:
         steps = Steps(executor(settings.data_executor, settings.ray_address), folder, tick)
         for wish, rows in zip(wishes, source.epoch(steps, job.spec.seed, epoch, part_events=settings.data_part_rows), strict=True):
             job.check_cancelled()
-            board.put(wish, store_shard(wish, rows, job.store), time.time())
+            errands.put(wish, store_shard(wish, rows, job.store), time.time())
         shutil.rmtree(folder, ignore_errors=True)
     job.progress(total, total, "shards", "done")
     return JobOutcome({}, {"shards": total, "epochs": epochs, "events": source.num_events, "negatives": source.mix.size})

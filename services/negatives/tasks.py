@@ -9,7 +9,8 @@ from functools import lru_cache
 from semantide.services.negatives.newest_models import NewestModels
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import ModelTrained, NegativesWanted
-from semantide.shared.negative_shards import ShardBoard, store_shard
+from semantide.shared.errands import Errands
+from semantide.shared.negative_shards import store_shard
 from semantide.shared.negative_source import NegativeSource
 from semantide.shared.queues import handler
 from semantide.shared.room import Room
@@ -24,16 +25,16 @@ def draw_shard(message: NegativesWanted, room: Room) -> None:
 
     Raises: PermanentError for a mixture or artifacts that cannot be used.
     """
-    board = ShardBoard(room.broker, room.store)
-    swept = board.sweep(time.time())
+    errands = Errands(NegativesWanted, room.broker, room.store)
+    swept = errands.sweep(time.time())
     if swept:
         logger(room.name).info("shards of runs that are gone were taken away", shards=swept)
-    found = board.find(message)
+    found = errands.find(message)
     if found is not None and room.store.exists(found):
         return
     source = _source(message.model_copy(update={"seed": 0, "epoch": 0, "shard": 0}).model_dump_json(), room.store)
     rows = source.shard(message.seed, message.epoch, message.shard)
-    board.put(message, store_shard(message, rows, room.store), time.time())
+    errands.put(message, store_shard(message, rows, room.store), time.time())
     _shards.add(1)
 
 

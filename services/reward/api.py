@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,14 +14,14 @@ from semantide.services.reward.newest_rewards import NewestRewards
 from semantide.services.reward.recipes import RECIPES
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import ArtifactRef, Contract, Identifier
-from semantide.shared.errors import BadData, Conflict, NotFound
+from semantide.shared.errors import BadData, Conflict, Corrupt, NotFound
 from semantide.shared.history import Histories as OnlineHistories
 from semantide.shared.http import APIRouter
 from semantide.shared.models.preference import PreferenceModel, combined
 from semantide.shared.models.reward_pairs import Histories
 from semantide.shared.room import Room
 
-_MOST_PAIRS = 100_000
+_MOST_PAIRS, _MOST_EVENTS = 100_000, 500_000  # of a request, all its users together
 
 
 class HistoryEntry(Contract):
@@ -91,7 +91,13 @@ def build(room: Room) -> APIRouter:
             except ValueError as error:
                 raise BadData(str(error)) from error
             model = model.weighted(wanted.preference)
-        histories = [events_of(user, online, room.settings.actions, model.header.get("history", {})) for user in wanted.users]
+        told = told_of(wanted.users, online)
+        if (events := sum(map(len, told))) > _MOST_EVENTS:
+            raise BadData(
+                f"the histories of {len(told)} users have {events} events, those sent and those stored together: send at most {_MOST_EVENTS} in a request, with fewer "
+                "users or shorter histories"
+            )
+        histories = [events_of(own, room.settings.actions, model.header.get("history", {})) for own in told]
         place = {name: number for number, name in enumerate(model.network.config.actions, 1)}
         flat = [event for history in histories for event in history]
         items_E = np.array([row_of.get(item, -1) for item, _ in flat], dtype=np.int64)
@@ -121,12 +127,23 @@ def build(room: Room) -> APIRouter:
     return router
 
 
-def events_of(user: ScoredUser, online: OnlineHistories, actions: Mapping[str, float], reading: Mapping[str, Any]) -> list[tuple[str, str]]:
+def told_of(users: Sequence[ScoredUser], online: OnlineHistories) -> list[list[tuple[str, str]]]:
+    """(item, action) of each user, oldest first: what was sent, or what is stored.
+
+    Raises: Corrupt for what is no history.
+    """
+    stored = online.get_many({user.user for user in users if user.history is None and user.user is not None})
+    told = []
+    for user in users:
+        events = user.history if user.history is not None else stored.get(user.user or "", [])
+        if isinstance(events, Corrupt):
+            raise events
+        told.append([(event.item, event.action) for event in events])
+    return told
+
+
+def events_of(told: Sequence[tuple[str, str]], actions: Mapping[str, float], reading: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(item, action) of a user, oldest first, as the data set that the model was trained on made histories of events."""
-    if user.history is not None:
-        told = [(event.item, event.action) for event in user.history]
-    else:
-        told = [(event.item, event.action) for event in online.get(user.user)] if user.user is not None else []
     least, folding = float(reading.get("positive_intensity", 1.0)), reading.get("deduplicate", "consecutive")
     events: list[tuple[str, str]] = []
     known: set[str] = set()

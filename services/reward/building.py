@@ -15,7 +15,7 @@ import torch
 
 from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, Batches, Examples, examples, learned_from, totals
 from semantide.services.reward.fitting import fit, logits_of
-from semantide.services.reward.item_spaces import crossed_search_vectors, item_spaces
+from semantide.services.reward.item_spaces import crossed_search_vectors, halved_spaces, item_spaces
 from semantide.services.reward.recipes import RewardTraining
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
@@ -23,12 +23,17 @@ from semantide.shared.event_actions import EventActions
 from semantide.shared.feedback import Feedback
 from semantide.shared.models.calibration import Calibration, area_under_curve, calibration_error, fit_calibration, log_loss, reliability
 from semantide.shared.models.interest_search import FloatArray, IntArray, search
-from semantide.shared.models.preference import ItemSpaces, PreferenceModel, combined
-from semantide.shared.models.relevance_gate import RelevanceGate, relevance_features
+from semantide.shared.models.item_spaces import ItemSpaces
+from semantide.shared.models.preference import PreferenceModel, combined
+from semantide.shared.models.relevance_gate import FEATURES, RelevanceGate, relevance_features
 from semantide.shared.models.reward import RewardConfig, RewardNetwork
 
 _GATE_PAIRS = 20_000
 _SPREAD = 1e-6
+_TELLING = 500  # exposures of a place from which on its rates are more than chance
+Calibrated = tuple[np.ndarray, tuple[Calibration, ...]]
+"""Logits [X, S], and how each signal's become probabilities."""
+
 Tick = Callable[[str, float], None]
 
 
@@ -55,7 +60,7 @@ def build(
     tick("spaces of items", 0.02)
     train_E = _train_events(dataset, found, config)
     spaces = item_spaces(dataset, train_E, config, seed)
-    crossed_2ND = crossed_search_vectors(dataset, train_E, spaces, config, seed)
+    halves = halved_spaces(dataset, train_E, spaces, config, seed)
     shape = RewardConfig(
         num_items=len(dataset.item_ids),
         signals=found.signals,
@@ -76,7 +81,9 @@ def build(
     if backbone_NB is not None:
         network.backbone_NB.copy_(torch.from_numpy(backbone_NB))
     network.to(device or torch.device("cpu"))
-    batches = Batches.of(found, shape, dataset, events, spaces.search_vectors(), crossed_2ND, debias_position=config.debias in ("position", "both"))
+    batches = Batches.of(
+        found, shape, dataset, events, spaces.search_vectors(), crossed_search_vectors(halves), debias_position=config.debias in ("position", "both")
+    )
 
     def told(done: float, figures: dict[str, float]) -> None:
         tick("training", 0.05 + 0.8 * done / config.epochs)
@@ -88,17 +95,22 @@ def build(
     held_out = found.rows(HELD_OUT)
     if not len(held_out):
         raise BadData("no exposures are held out to calibrate with: make the data set with later validation exposures, or raise held_out")
-    logits_XS = logits_of(network, batches, held_out)
-    calibrations = tuple(
-        fit_calibration(logits_XS[:, column], found.labels_XS[held_out, column], config.calibration, weights_X=found.weights_X[held_out], seed=seed)
-        for column in range(len(found.signals))
+    # What is scored later is shown nowhere yet, so probabilities come true over the places of the log together; where places are known is for the report alone.
+    placeless = replace(batches, debias_position=False)
+    logits_XS = logits_of(network, placeless, held_out)
+    calibrations = _calibrations(logits_XS, found, config, seed)
+    placed = _calibrations(logits_of(network, batches, held_out), found, config, seed)
+    measured = HELD_OUT if not len(found.rows(TEST)) else TEST
+    report = _report(
+        (logits_of(network, placeless, found.rows(measured)), calibrations), (logits_of(network, batches, found.rows(measured)), placed), found, measured
     )
     network.cpu()
     weights = _weights(config, preference, found.signals)
-    fared_NI, users = totals(found, len(dataset.item_ids), dataset.user_ids)
+    items, users = totals(found, len(dataset.item_ids), dataset.user_ids)
     tick("relevance", 0.9)
-    gate, gate_report = _gate(dataset, found, batches, spaces, weights, config, seed)
-    model = PreferenceModel(network, dataset.item_ids, fared_NI, spaces, users, found.usual_S, calibrations, weights, gate, {})
+    gate, gate_report = _gate(dataset, found, batches, (spaces, spaces), weights, config, seed)
+    past_gate, past_report = _gate(dataset, found, batches, halves, weights, config, seed)
+    model = PreferenceModel(network, dataset.item_ids, items, spaces, halves, users, found.usual_S, calibrations, weights, gate, past_gate, {})
     tick("report", 0.95)
     figures = {
         "exposures": {name: len(found.rows(use)) for name, use in (("train", TRAIN), ("held_out", HELD_OUT), ("test", TEST))},
@@ -106,10 +118,13 @@ def build(
         "best_epoch": progress.best_epoch,
         "curve": progress.curve,
         "gate": gate_report,
-        "signals": _report(network, batches, found, calibrations, HELD_OUT if not len(found.rows(TEST)) else TEST),
-        "measured_on": "held_out, which it was calibrated on" if not len(found.rows(TEST)) else "test",
+        "past_gate": past_report,
+        "signals": report,
+        "measured_on": "held_out, which it was calibrated on" if measured == HELD_OUT else "test",
         "debiased": {
             "propensities": float((~np.isnan(feedback.propensities[found.use_X == TRAIN])).mean()),
+            "estimated": config.propensities == "estimated" and config.debias in ("propensity", "both"),
+            "effective_share": _effective_share(found.weights_X[found.use_X == TRAIN]),
             "places": float((feedback.positions[found.use_X == TRAIN] >= 0).mean()),
             "tabs": len(feedback.tab_names),
         },
@@ -123,7 +138,9 @@ def build(
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
     # Scoring makes histories of events in the same way.
     history = {name: dataset.header["config"][name] for name in ("positive_intensity", "deduplicate") if name in dataset.header.get("config", {})}
-    return replace(model, header={"config": plain, "metrics": figures, "history": history})
+    times = feedback.times[found.use_X == TRAIN]
+    counted = {"from": int(times.min()), "until": int(times.max())}
+    return replace(model, header={"config": plain, "metrics": figures, "history": history, "counted": counted})
 
 
 def _train_events(dataset: Dataset, found: Examples, config: RewardTraining) -> np.ndarray:
@@ -153,9 +170,15 @@ def _weights(config: RewardTraining, deployed: Mapping[str, float], signals: tup
 
 
 def _gate(
-    dataset: Dataset, found: Examples, batches: Batches, spaces: ItemSpaces, weights: Mapping[str, float], config: RewardTraining, seed: int
+    dataset: Dataset,
+    found: Examples,
+    batches: Batches,
+    halves: tuple[ItemSpaces, ItemSpaces],
+    weights: Mapping[str, float],
+    config: RewardTraining,
+    seed: int,
 ) -> tuple[RelevanceGate, dict[str, float]]:
-    """Fit on half of the held-out positives, and set the threshold on the other half."""
+    """Fit on half of the held-out positives, and set the threshold on the other half; ``halves`` are the spaces for users of even and odd rows."""
     rng = np.random.default_rng([seed, 77])
     liked = [column for column, name in enumerate(found.signals) if weights[name] > 0]
     rows = found.rows(HELD_OUT)
@@ -166,9 +189,14 @@ def _gate(
 
     def features(rows: IntArray, items_X: IntArray) -> FloatArray:
         begins, ends = np.maximum(found.begins_X[rows], found.ends_X[rows] - config.max_history), found.ends_X[rows]
-        places, _ = search(batches.vectors_ND, batches.histories.items_E, begins, ends, items_X, config.num_found)
-        events = np.where(places >= 0, batches.histories.items_E[places.clip(0)] if len(batches.histories.items_E) else 0, -1)
-        return relevance_features((spaces.content_NC, spaces.collaborative_NG), batches.histories.items_E, begins, ends, items_X, events)
+        items_E, found_XF = batches.histories.items_E, np.zeros((len(rows), len(FEATURES)), np.float32)
+        for half, spaces in enumerate(halves):
+            mine = np.flatnonzero(found.feedback.users[rows] % 2 == half)
+            stretch = begins[mine], ends[mine], items_X[mine]
+            places, _ = search(spaces.search_vectors(), items_E, *stretch, config.num_found)
+            events = np.where(places >= 0, items_E[places.clip(0)] if len(items_E) else 0, -1)
+            found_XF[mine] = relevance_features((spaces.content_NC, spaces.collaborative_NG), items_E, *stretch, events)
+        return found_XF
 
     others = [features(part, rng.integers(len(dataset.item_ids), size=len(part))) for part in (fitted, kept)]
     held_out = features(kept, items[kept])
@@ -176,22 +204,54 @@ def _gate(
     return gate, {**gate.report(held_out, others[1]), "positives": float(len(kept)), "threshold": gate.threshold}
 
 
-def _report(network: RewardNetwork, batches: Batches, found: Examples, calibrations: tuple[Calibration, ...], use: int) -> dict[str, Any]:
-    rows = found.rows(use)
-    logits_XS = logits_of(network, batches, rows)
-    report = {}
-    for column, (name, calibration) in enumerate(zip(found.signals, calibrations, strict=True)):
-        labels, p = found.labels_XS[rows, column], calibration(logits_XS[:, column])
+def _calibrations(logits_XS: np.ndarray, found: Examples, config: RewardTraining, seed: int) -> tuple[Calibration, ...]:
+    """One for each signal, from the logits of the held-out examples."""
+    rows = found.rows(HELD_OUT)
+    return tuple(
+        fit_calibration(logits_XS[:, column], found.labels_XS[rows, column], config.calibration, weights_X=found.weights_X[rows], seed=seed)
+        for column in range(len(found.signals))
+    )
+
+
+def _report(deployed: Calibrated, placed: Calibrated, found: Examples, use: int) -> dict[str, Any]:
+    """What each signal is worth: as it is deployed, without effects of place and tab, and where the log says the items were shown."""
+    rows, report = found.rows(use), {}
+    for column, name in enumerate(found.signals):
+        labels = found.labels_XS[rows, column]
+        (logits, p), (placed_logits, placed_p) = ((logits_XS[:, column], maps[column](logits_XS[:, column])) for logits_XS, maps in (deployed, placed))
         report[name] = {
             "rate": float(labels.mean()) if len(rows) else 0.0,
-            "auc": _number(area_under_curve(logits_XS[:, column], labels)),
+            "auc": _number(area_under_curve(placed_logits, labels)),
+            "auc_deployed": _number(area_under_curve(logits, labels)),
             "calibration_error": calibration_error(p, labels),
-            "calibration_error_before": calibration_error(1 / (1 + np.exp(-logits_XS[:, column].astype(np.float64))), labels),
+            "calibration_error_placed": calibration_error(placed_p, labels),
+            "calibration_error_before": calibration_error(1 / (1 + np.exp(-logits.astype(np.float64))), labels),
+            "places": _by_place(placed_p, labels, found, rows),
             "log_loss": log_loss(p, labels),
-            "calibration": calibration.as_dict()["kind"],
+            "calibration": deployed[1][column].as_dict()["kind"],
             "reliability": [list(entry) for entry in reliability(p, labels, 10)],
         }
     return report
+
+
+def _by_place(p: np.ndarray, labels: np.ndarray, found: Examples, rows: IntArray) -> list[dict[str, Any]]:
+    """How far off predictions are on each place and each tab with exposures enough to tell."""
+    feedback, places = found.feedback, []
+    for kind, numbers, names in (("tab", feedback.tabs[rows], feedback.tab_names), ("position", feedback.positions[rows], None)):
+        for number, count in zip(*np.unique(numbers[numbers >= 0], return_counts=True), strict=True):
+            if count >= _TELLING:
+                inside = numbers == number
+                error = calibration_error(p[inside], labels[inside], min(20, int(count) // (_TELLING // 5)))
+                places.append(
+                    {kind: names[number] if names else int(number), "exposures": int(count), "rate": float(labels[inside].mean()), "calibration_error": error}
+                )
+    return places
+
+
+def _effective_share(weights_X: FloatArray) -> float:
+    """How many equally weighted exposures would say as much, as a share: what inverse propensities cost."""
+    total = float(np.square(weights_X.astype(np.float64)).sum())
+    return float(weights_X.astype(np.float64).sum() ** 2 / (total * len(weights_X))) if total else 0.0
 
 
 def _number(value: float) -> float | None:

@@ -21,11 +21,12 @@ from semantide.shared.errors import BadData
 from semantide.shared.event_actions import EventActions
 from semantide.shared.feedback import Feedback, history_ends
 from semantide.shared.models.interest_search import FloatArray, IntArray
-from semantide.shared.models.preference import UserTable
+from semantide.shared.models.preference import ItemTable, UserTable
 from semantide.shared.models.reward import RewardBatch, RewardConfig
 from semantide.shared.models.reward_pairs import Histories, item_features, pairs, user_features
 
 TRAIN, HELD_OUT, TEST, UNUSED = range(4)
+_PRIOR_SHOWN = 1.0
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,36 @@ def _signals(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTra
 
 
 def _weights(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTraining) -> FloatArray:
-    """Inverse propensities, of mean 1 where they are known and 1 elsewhere: what was unlikely to be shown stands for more."""
+    """Inverse propensities: what was unlikely to be shown stands for more. Those that are logged and those that are estimated have mean 1 each; of what has neither each counts 1."""
     weights_X = np.ones(len(feedback), dtype=np.float64)
-    known = ~np.isnan(feedback.propensities)
-    if config.debias in ("propensity", "both") and (known & train).any():
-        inverse = 1 / feedback.propensities[known].astype(np.float64)
-        mean = float((1 / feedback.propensities[known & train].astype(np.float64)).mean())
-        capped = np.minimum(inverse / mean, config.max_weight)
-        weights_X[known] = capped / max(float(np.minimum(1 / feedback.propensities[known & train].astype(np.float64) / mean, config.max_weight).mean()), 1e-12)
+    if config.debias not in ("propensity", "both"):
+        return weights_X.astype(np.float32)
+    logged = ~np.isnan(feedback.propensities)
+    sources = [(logged, feedback.propensities.astype(np.float64))]
+    if config.propensities == "estimated":
+        sources.append((~logged, shown_shares(feedback, train & ~logged)))
+    for known, propensities in sources:
+        if not (known & train).any():
+            continue
+        inverse_X = 1 / propensities
+        capped_X = np.minimum(inverse_X / inverse_X[known & train].mean(), config.max_weight)
+        weights_X[known] = (capped_X / max(float(capped_X[known & train].mean()), 1e-12))[known]
     return weights_X.astype(np.float32)
+
+
+def shown_shares(feedback: Feedback, counted_X: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """How likely the recommender that wrote the log was to show each exposure's item in its tab [X]: the item's share of the tab's exposures, drawn towards its share of
+    all as if each item had been shown there ``_PRIOR_SHOWN`` times more on average, and that towards the share of any item.
+    """
+    items, tabs, num_items = feedback.items, feedback.tabs.astype(np.int64) + 1, int(feedback.items.max(initial=-1)) + 1
+    counts_N = np.bincount(items[counted_X], minlength=num_items) + _PRIOR_SHOWN
+    share_N = counts_N / max(counts_N.sum(), 1)
+    keys, key_X = np.unique(tabs * max(num_items, 1) + items, return_inverse=True)
+    counts_K = np.bincount(key_X[counted_X], minlength=len(keys))
+    shown_T = np.bincount(tabs[counted_X], minlength=int(tabs.max(initial=0)) + 1)
+    prior = _PRIOR_SHOWN * num_items
+    found: npt.NDArray[np.float64] = (counts_K[key_X] + prior * share_N[items]) / (shown_T[tabs] + prior)
+    return found
 
 
 @dataclass(frozen=True)
@@ -224,8 +246,8 @@ class Batches:
             yield part, self.batch(part)
 
 
-def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[FloatArray, UserTable]:
-    """How all items have fared at the end of training [N, 1 + S], and what is known of users by then."""
+def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[ItemTable, UserTable]:
+    """How all items have fared at the end of training, and what is known of users by then."""
     train = found.use_X == TRAIN
     items, users, labels = found.feedback.items[train], found.feedback.users[train], found.labels_XS[train]
     shown_N = np.bincount(items, minlength=num_items)
@@ -233,4 +255,4 @@ def totals(found: Examples, num_items: int, user_ids: tuple[str, ...]) -> tuple[
     known = users >= 0
     shown_U = np.bincount(users[known], minlength=len(user_ids))
     given_US = np.stack([np.bincount(users[known & labels[:, column]], minlength=len(user_ids)) for column in range(labels.shape[1])], axis=1)
-    return item_features(shown_N, given_NS, found.usual_S), UserTable({user: row for row, user in enumerate(user_ids)}, shown_U, given_US)
+    return ItemTable(shown_N, given_NS), UserTable({user: row for row, user in enumerate(user_ids)}, shown_U, given_US)

@@ -14,8 +14,8 @@ import scipy.sparse as sp
 from semantide.services.reward.recipes import RewardTraining
 from semantide.shared.dataset import Dataset
 from semantide.shared.models.interest_search import FloatArray
+from semantide.shared.models.item_spaces import ItemSpaces
 from semantide.shared.models.linear_map import LinearMap, truncated_svd, unit_rows
-from semantide.shared.models.preference import ItemSpaces
 from semantide.shared.models.text_features import TextFeatures
 from semantide.shared.models.tokenizer import embedding_matrix
 
@@ -29,30 +29,37 @@ def item_spaces(dataset: Dataset, train_E: np.ndarray, config: RewardTraining, s
 
     Raises: BadData for embeddings that do not fit together.
     """
-    table = dataset.item_table
-    content, text, embedded = _content(table, config, seed)
-    collaborative = _collaborative(dataset, train_E, config, seed)
+    content, text, embedded = _content(dataset.item_table, config, seed)
+    return _liked(ItemSpaces(content, np.zeros((0, 0), np.float32), text, embedded), dataset, train_E, config, seed)
+
+
+def halved_spaces(dataset: Dataset, train_E: np.ndarray, spaces: ItemSpaces, config: RewardTraining, seed: int) -> tuple[ItemSpaces, ItemSpaces]:
+    """Spaces for users of even rows, of what those of odd rows liked together, and the other way round; content is that of ``spaces``.
+
+    An item that a user liked was liked together with his others by that alone: vectors that know it would tell the answer in training, and never after it.
+    """
+    users_E = np.repeat(np.arange(len(dataset.user_ids)), np.diff(dataset.offsets))
+    even, odd = (_liked(spaces, dataset, train_E & (users_E % 2 != half), config, seed) for half in (0, 1))
+    return even, odd
+
+
+def crossed_search_vectors(halves: tuple[ItemSpaces, ItemSpaces]) -> FloatArray:
+    """What both halves of the users search with, one below the other [2 N, C + G]."""
+    width = max(half.collaborative_NG.shape[1] for half in halves)
+    padded = (np.pad(half.collaborative_NG, ((0, 0), (0, width - half.collaborative_NG.shape[1]))) for half in halves)
+    return np.concatenate([replace(half, collaborative_NG=wide).search_vectors() for half, wide in zip(halves, padded, strict=True)])
+
+
+def _liked(spaces: ItemSpaces, dataset: Dataset, train_E: np.ndarray, config: RewardTraining, seed: int) -> ItemSpaces:
+    """The same content with who likes items together; of what nobody liked, by what it is."""
+    content, collaborative = spaces.content_NC, _collaborative(dataset, train_E, config, seed)
     described, liked = np.linalg.norm(content, axis=1) > 0.5, np.linalg.norm(collaborative, axis=1) > 0.5
     both = described & liked
     mapped = LinearMap.fit(content[both], collaborative[both], _RIDGE) if both.any() and content.shape[1] and collaborative.shape[1] else None
     if mapped is not None:
         lacking = described & ~liked
         collaborative[lacking] = unit_rows(mapped(content[lacking]))
-    return ItemSpaces(content, collaborative, text, embedded, mapped)
-
-
-def crossed_search_vectors(dataset: Dataset, train_E: np.ndarray, spaces: ItemSpaces, config: RewardTraining, seed: int) -> FloatArray:
-    """What training searches with [2 N, C + G]: for users of even rows, vectors of what those of odd rows liked together, and the other way round below.
-
-    An item that a user liked was liked together with his others by that alone: vectors that know it would tell the answer in training, and never after it.
-    """
-    users_E = np.repeat(np.arange(len(dataset.user_ids)), np.diff(dataset.offsets))
-    halves = []
-    for half in (0, 1):
-        others = _collaborative(dataset, train_E & (users_E % 2 != half), config, seed)
-        missing = spaces.collaborative_NG.shape[1] - others.shape[1]
-        halves.append(replace(spaces, collaborative_NG=np.pad(others, ((0, 0), (0, missing)))).search_vectors())
-    return np.concatenate(halves)
+    return replace(spaces, collaborative_NG=collaborative, collaborative_of=mapped)
 
 
 def _content(table: pa.Table, config: RewardTraining, seed: int) -> tuple[FloatArray, TextFeatures | None, bool]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from semantide.shared.models.calibration import METHODS, Method
 
 Debias = Literal["position", "propensity", "both", "none"]
+Propensities = Literal["logged", "estimated"]
 Users = Literal["all", "even", "odd"]
 
 
@@ -26,6 +27,9 @@ class RewardTraining:
     """Whose feedback is learned from: a model of one half is independent of a model of the other, and can judge it."""
     debias: Debias = "both"
     """What is taken into account of how items came to be shown: effects of place and tab, and propensities where they are logged."""
+    propensities: Propensities = "logged"
+    """Of exposures whose propensity nobody logged: each counts 1, or by the share that its item had of what was shown in its tab (``estimated``). Then all items count alike, however
+    often they were shown: right for what ranks the whole catalog, and of more variance."""
     max_weight: float = 10.0
     """Most that an exposure may count, times the mean, because it was unlikely."""
     calibration: Method = "auto"
@@ -64,7 +68,7 @@ class RewardTraining:
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"reward {name} is {getattr(self, name)!r}: give a number from {low} to {high}")
-        for name, choices in (("users", get_args(Users)), ("debias", get_args(Debias)), ("calibration", METHODS)):
+        for name, choices in (("users", get_args(Users)), ("debias", get_args(Debias)), ("propensities", get_args(Propensities)), ("calibration", METHODS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"reward {name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
         if self.held_out + self.test >= 0.9:

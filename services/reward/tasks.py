@@ -7,11 +7,12 @@ from functools import lru_cache
 
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import RolloutsToScore
+from semantide.shared.errands import Errands
 from semantide.shared.errors import NotFound, PermanentError
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward_scorer import RewardScorer
 from semantide.shared.queues import handler
-from semantide.shared.rollout_scores import ScoreBoard, store_scores
+from semantide.shared.rollout_scores import store_scores
 from semantide.shared.rollouts import Rollouts
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, meter
@@ -25,11 +26,11 @@ def score_rollouts(message: RolloutsToScore, room: Room) -> None:
 
     Raises: PermanentError for a reward model that cannot score them; who waits is told.
     """
-    board = ScoreBoard(room.broker, room.store)
-    swept = board.sweep(time.time())
+    errands = Errands(RolloutsToScore, room.broker, room.store)
+    swept = errands.sweep(time.time())
     if swept:
         logger(room.name).info("rollouts and scores of runs that are gone were taken away", artifacts=swept)
-    found = board.find(message)
+    found = errands.find(message)
     if found is not None and room.store.exists(found):
         return
     try:
@@ -40,9 +41,9 @@ def score_rollouts(message: RolloutsToScore, room: Room) -> None:
         rollouts = Rollouts.load(folder)
         scores = scorer_of(message.reward, rollouts.dataset, room.store).score(rollouts)
     except PermanentError as error:
-        board.refuse(message, str(error))
+        errands.refuse(message, str(error))
         raise
-    board.put(message, store_scores(message, scores, room.store), time.time())
+    errands.put(message, store_scores(message, scores, room.store), time.time())
     _scored.add(rollouts.items_BG.size)
 
 

@@ -182,8 +182,8 @@ def build(room: Room) -> APIRouter:
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
         if body.if_not_worse:
-            pair = service.prepare(body.model, body.catalog, body.force)
-            judging = compare(service.registry, pair, room.store, settings, Jobs(room.broker, room.queues).submit)
+            candidate = service.prepare(body.model, body.catalog, body.force)
+            judging = compare(service.registry, candidate, room.store, settings, Jobs(room.broker, room.queues).submit)
             if judging is not None:
                 return live_answer(service, service.registry.read()).model_copy(update={"judging": judging})
         return live_answer(service, service.promote(body.model, body.catalog, body.force, body.reason))

@@ -167,16 +167,27 @@ class Bundle:
         return np.array([row_of[item] for item in items if item in row_of], dtype=np.int64)
 
 
-def read_header(folder: Path) -> dict[str, Any]:
-    """What ``semantide.json`` in a model's folder says.
+def read_card(folder: Path) -> dict[str, Any]:
+    """What ``semantide.json`` in a model's folder says, of whatever kind the model is.
 
     Raises: Corrupt.
     """
     try:
-        header: dict[str, Any] = json.loads((folder / "semantide.json").read_text())
-        str(header["tokenizer_digest"]), tuple(header["level_sizes"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return dict(json.loads((folder / "semantide.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise Corrupt(f"{folder.name}: semantide.json is missing or unreadable ({type(error).__name__}: {error}): train the model again") from error
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """What a generator says of itself.
+
+    Raises: Corrupt.
+    """
+    header = read_card(folder)
+    try:
+        str(header["tokenizer_digest"]), tuple(header["level_sizes"])
+    except (KeyError, TypeError) as error:
+        raise Corrupt(f"{folder.name}: semantide.json is unreadable ({type(error).__name__}: {error}): train the model again") from error
     return header
 
 

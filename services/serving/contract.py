@@ -177,7 +177,7 @@ class RecommendationAnswer(Body):
 class PromoteRequest(Body):
     """Which model shall serve: a generator, or a retriever as second source. Without ``catalog``: the newest catalog of the line it was trained on. ``force`` also takes a model that is no candidate.
 
-    With ``if_not_worse`` a generator is first compared with the live one on held-out users; the answer's ``judging`` is the job that decides.
+    With ``if_not_worse`` it is first compared with the live generator or retriever on held-out users; the answer's ``judging`` is the job that decides.
     """
 
     model: ArtifactRef

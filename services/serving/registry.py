@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -62,13 +62,13 @@ class Split(Contract):
 
 
 class Candidate(Contract):
-    """A trained model that may be promoted. ``registered`` is in milliseconds since 1970; ``promoted`` says that its own job's wish was carried out.
+    """A trained model that may be promoted; one without ``catalog`` is a retriever. ``registered`` is in milliseconds since 1970; ``promoted`` says that its own job's wish was carried out.
 
-    ``judging`` is the evaluation that compares it with the live model, ``judged`` the last one that came to a verdict.
+    ``judging`` is the evaluation whose verdict is waited for, ``judged`` the last one that decided.
     """
 
     model: ArtifactRef
-    catalog: ArtifactRef
+    catalog: ArtifactRef | None = None
     job_id: str = ""
     registered: int = 0
     recipe: str = ""
@@ -81,12 +81,14 @@ class Candidate(Contract):
 class Decision(Contract):
     """One change of what is live, or why there was none (``hold``: a candidate was not shown to be as good). ``time`` is in milliseconds since 1970; ``shares`` are those of a split, with the live pair's.
 
+    Of a retriever ``catalog`` is None.
+
     Of a judged candidate ``evaluation`` is the job that judged it on ``cases`` users against ``against``, and ``figures`` has for each metric both means, their difference, its lower bound and the bound allowed.
     """
 
     action: Literal["promote", "rollback", "extend", "split", "hold"]
     model: ArtifactRef
-    catalog: ArtifactRef
+    catalog: ArtifactRef | None = None
     time: int
     reason: str = ""
     forced: bool = False
@@ -141,54 +143,74 @@ class RegistryState(Contract):
         kept = [*self.candidates, candidate]
         in_use = {pair.model for pair in (*self.previous, *([self.live] if self.live else []), *(variant.pair for variant in self.split.variants))}
         while len(kept) > _CANDIDATES_KEPT:
-            victim = next((old for old in kept[:-1] if old.model not in in_use), kept[0])
+            victim = next((old for old in kept[:-1] if not old.judging and old.model not in {*in_use, self.retriever}), kept[0])
             kept.remove(victim)
         return self._with(candidates=tuple(kept))
 
+    def rival(self, candidate: Candidate) -> tuple[str, str | None] | None:
+        """What answers in the place that a candidate would take, a model and its catalog: the live pair, or the retriever. None where nothing does."""
+        if candidate.catalog is None:
+            return None if self.retriever is None else (self.retriever, None)
+        return None if self.live is None else (self.live.model, self.live.catalog)
+
     def promoted(self, pair: Pair, now_ms: int, reason: str = "", forced: bool = False) -> RegistryState:
         """With this pair live; what was live goes on the pile for a rollback."""
-        candidates = tuple(c.model_copy(update={"promoted": True}) if c.model == pair.model else c for c in self.candidates)
+        candidates = self._noted(pair.model, promoted=True, judging="")
         if pair == self.live:
             return self if candidates == self.candidates else self._with(candidates=candidates)
-        previous = (*self.previous, self.live)[-_PREVIOUS_KEPT:] if self.live else self.previous
-        return self._decided("promote", pair, now_ms, reason, forced, previous=previous, candidates=candidates)
+        return self._decided("promote", pair, now_ms, reason, forced, previous=self._piled(), candidates=candidates)
 
     def judging(self, model: str, job_id: str) -> RegistryState:
-        """With an evaluation under way that decides on a candidate."""
-        return self._with(candidates=tuple(c.model_copy(update={"judging": job_id}) if c.model == model else c for c in self.candidates))
+        """With an evaluation under way that decides on a candidate; one before it decides no more."""
+        return self._with(candidates=self._noted(model, judging=job_id))
 
-    def judged(self, pair: Pair, verdict: CandidateJudged, now_ms: int) -> RegistryState:
-        """With a candidate live that was found to be not worse, or a note of why it is not; the same verdict twice changes nothing.
+    def judged(self, verdict: CandidateJudged, now_ms: int) -> RegistryState:
+        """With a candidate live that was found to be not worse, or a note of why it is not. A verdict that nobody waits for changes nothing: one that came before, of an evaluation
+        that another took the place of, or of a model that somebody promoted or rolled back meanwhile.
 
         Raises: Conflict where another model than the one it was compared with is live.
         """
-        known = self.candidate(pair.model)
-        if known is not None and known.judged == verdict.job_id:
+        known = self.candidate(verdict.model)
+        if known is None or known.judging != verdict.job_id:
             return self
-        if self.live is not None and self.live.model not in (verdict.against, pair.model):
-            raise Conflict(f"{pair.model} was compared with {verdict.against}, and {self.live.model} is live: it has to be compared with that one")
+        rival = self.rival(known)
+        if rival is not None and rival[0] not in (verdict.against, known.model):
+            raise Conflict(f"{known.model} was compared with {verdict.against}, and {rival[0]} is live: it has to be compared with that one")
         said: dict[str, Any] = {"evaluation": verdict.job_id, "against": verdict.against, "cases": verdict.cases, "figures": verdict.figures}
-        noted = tuple(
-            c.model_copy(update={"judging": "", "judged": verdict.job_id, "promoted": c.promoted or verdict.not_worse}) if c.model == pair.model else c
-            for c in self.candidates
-        )
         if not verdict.not_worse:
-            held = Decision(action="hold", model=pair.model, catalog=pair.catalog, time=now_ms, reason=verdict.reason, **said)
-            return self._with(candidates=noted, decisions=(*self.decisions, held)[-_DECISIONS_KEPT:])
+            return self.held(known.model, verdict.reason, now_ms, **said)
+        reason = "; ".join(filter(None, [f"not worse than the live model on {verdict.cases} held-out users", verdict.reason]))
+        candidates = self._noted(known.model, judging="", judged=verdict.job_id, promoted=True)
+        if verdict.catalog is None:
+            return self._with(
+                retriever=known.model, following=None, candidates=candidates, decisions=self._told("promote", known.model, None, now_ms, reason, **said)
+            )
+        pair = Pair(model=known.model, catalog=self.newest(verdict.catalog))
         if pair == self.live:
-            return self._with(candidates=noted)
-        previous = (*self.previous, self.live)[-_PREVIOUS_KEPT:] if self.live else self.previous
-        reason = f"not worse than the live model on {verdict.cases} held-out users"
-        return self._decided("promote", pair, now_ms, reason, False, said=said, previous=previous, candidates=noted)
+            return self._with(candidates=candidates)
+        return self._decided("promote", pair, now_ms, reason, False, said=said, previous=self._piled(), candidates=candidates)
+
+    def held(self, model: str, reason: str, now_ms: int, *, evaluation: str = "", **said: Any) -> RegistryState:
+        """With a candidate held back that is waited for by this ``evaluation``, or by none; once for a reason."""
+        known = self.candidate(model)
+        if known is None or known.judging != evaluation:
+            return self
+        if any((old.action, old.model, old.reason, old.evaluation) == ("hold", model, reason, evaluation) for old in self.decisions):
+            return self
+        return self._with(
+            candidates=self._noted(model, judging="", judged=evaluation or known.judged),
+            decisions=self._told("hold", model, known.catalog, now_ms, reason, evaluation=evaluation, **said),
+        )
 
     def rolled_back(self, now_ms: int, reason: str = "") -> RegistryState:
-        """With the pair live that was live before.
+        """With the pair live that was live before; an evaluation of the one that goes decides no more.
 
         Raises: Conflict when there is none.
         """
         if not self.previous:
             raise Conflict("nothing was live before the present model: promote one of the candidates instead (GET /v1/serving/candidates)")
-        return self._decided("rollback", self.previous[-1], now_ms, reason, False, previous=self.previous[:-1])
+        candidates = self._noted(self.live.model, judging="") if self.live else self.candidates
+        return self._decided("rollback", self.previous[-1], now_ms, reason, False, previous=self.previous[:-1], candidates=candidates)
 
     def divided(self, split: Split, now_ms: int, reason: str = "") -> RegistryState:
         """With users divided so; a split without variants gives the live pair to all.
@@ -204,14 +226,15 @@ class RegistryState(Contract):
         split = split.model_copy(update={"ranges": allocate(kept, {variant.name: variant.share for variant in split.variants})})
         if self.live is None:
             raise Conflict("no model is live yet, so there is nothing to divide: promote one first (POST /v1/serving/promote)")
-        return self if split == self.split else self._decided("split", self.live, now_ms, reason, False, shares=split.shares, split=split)
+        return self if split == self.split else self._decided("split", self.live, now_ms, reason, False, said={"shares": split.shares}, split=split)
 
-    def retrieving(self, model: str | None) -> RegistryState:
-        """With this retriever as second source, or none."""
-        candidates = tuple(c.model_copy(update={"promoted": True}) if c.model == model else c for c in self.candidates)
+    def retrieving(self, model: str | None, now_ms: int = 0, reason: str = "") -> RegistryState:
+        """With this retriever as second source, or none; an evaluation of one that goes decides no more."""
+        candidates = self._noted(model, promoted=True, judging="") if model else self._noted(self.retriever or "", judging="")
         if (model, candidates, None) == (self.retriever, self.candidates, self.following):
             return self
-        return self._with(retriever=model, candidates=candidates, following=None)
+        told = self.decisions if model in (None, self.retriever) else self._told("promote", model, None, now_ms, reason)
+        return self._with(retriever=model, candidates=candidates, following=None, decisions=told)
 
     def advanced(self, model: str, following: Following, promote: bool) -> RegistryState:
         """With a training run's newer table, where the run is the one that is followed or, with ``promote``, was not followed yet; else as it is."""
@@ -237,7 +260,7 @@ class RegistryState(Contract):
         line = line.model_copy(
             update={
                 "previous": tuple(map(renew, self.previous)),
-                "candidates": tuple(c.model_copy(update={"catalog": line.newest(c.catalog)}) for c in self.candidates),
+                "candidates": tuple(c.model_copy(update={"catalog": c.catalog and line.newest(c.catalog)}) for c in self.candidates),
                 "split": self.split.model_copy(
                     update={"variants": tuple(v.model_copy(update={"pair": renew(v.pair)}) for v in self.split.variants)},
                 ),
@@ -250,29 +273,20 @@ class RegistryState(Contract):
     def _with(self, **changes: Any) -> RegistryState:
         return self.model_copy(update={**changes, "version": self.version + 1})
 
+    def _noted(self, model: str, **said: Any) -> tuple[Candidate, ...]:
+        return tuple(c.model_copy(update=said) if c.model == model else c for c in self.candidates)
+
+    def _piled(self) -> tuple[Pair, ...]:
+        return (*self.previous, self.live)[-_PREVIOUS_KEPT:] if self.live else self.previous
+
+    def _told(self, action: str, model: str, catalog: str | None, now_ms: int, reason: str, **said: Any) -> tuple[Decision, ...]:
+        told = Decision(action=action, model=model, catalog=catalog, time=now_ms, reason=reason, **said)  # type: ignore[arg-type]
+        return (*self.decisions, told)[-_DECISIONS_KEPT:]
+
     def _decided(
-        self,
-        action: str,
-        pair: Pair,
-        now_ms: int,
-        reason: str,
-        forced: bool,
-        *,
-        shares: dict[str, float] | None = None,
-        said: dict[str, Any] | None = None,
-        **changes: Any,
+        self, action: str, pair: Pair, now_ms: int, reason: str, forced: bool, *, said: Mapping[str, Any] | None = None, **changes: Any
     ) -> RegistryState:
-        decision = Decision(
-            action=action,  # type: ignore[arg-type]
-            model=pair.model,
-            catalog=pair.catalog,
-            time=now_ms,
-            reason=reason,
-            forced=forced,
-            shares=shares or {},
-            **(said or {}),
-        )
-        return self._with(live=pair, decisions=(*self.decisions, decision)[-_DECISIONS_KEPT:], **changes)
+        return self._with(live=pair, decisions=self._told(action, pair.model, pair.catalog, now_ms, reason, forced=forced, **(said or {})), **changes)
 
 
 class Registry:
@@ -313,7 +327,7 @@ class Registry:
     def register(self, candidate: Candidate) -> RegistryState:
         """Remember a trained model; its catalog becomes the newest of its line."""
         stamped = candidate.model_copy(update={"registered": candidate.registered or self._now()})
-        return self.change(lambda state: state.registered(stamped.model_copy(update={"catalog": state.newest(stamped.catalog)})))
+        return self.change(lambda state: state.registered(stamped.model_copy(update={"catalog": stamped.catalog and state.newest(stamped.catalog)})))
 
     def resolve(self, model: str, catalog: str | None, *, force: bool = False, trained_on: str | None = None) -> Pair:
         """What a wish to promote means: the catalog given, else the newest of the line that the model was trained on.
@@ -338,12 +352,16 @@ class Registry:
         """Note the evaluation that decides on a candidate."""
         return self.change(lambda state: state.judging(model, job_id))
 
-    def judged(self, pair: Pair, verdict: CandidateJudged) -> RegistryState:
-        """Carry out what an evaluation has found. Load a pair that may go live first: the registry does not.
+    def judged(self, verdict: CandidateJudged) -> RegistryState:
+        """Carry out what an evaluation has found, where it is waited for. Load what may go live first: the registry does not.
 
         Raises: Conflict where another model has gone live meanwhile.
         """
-        return self.change(lambda state: state.judged(pair, verdict, self._now()))
+        return self.change(lambda state: state.judged(verdict, self._now()))
+
+    def hold(self, model: str, reason: str, evaluation: str = "") -> RegistryState:
+        """Keep why a candidate does not go live."""
+        return self.change(lambda state: state.held(model, reason, self._now(), evaluation=evaluation))
 
     def rollback(self, reason: str = "") -> RegistryState:
         """Make the previous pair live again.
@@ -359,9 +377,9 @@ class Registry:
         """
         return self.change(lambda state: state.divided(split, self._now(), reason))
 
-    def retrieve(self, model: str | None) -> RegistryState:
+    def retrieve(self, model: str | None, reason: str = "") -> RegistryState:
         """Make a retriever the second source. Load it first: the registry does not."""
-        return self.change(lambda state: state.retrieving(model))
+        return self.change(lambda state: state.retrieving(model, self._now(), reason))
 
     def advance(self, model: str, following: Following, promote: bool) -> RegistryState:
         """Take a training run's newer table, in whatever order and however often its messages come."""

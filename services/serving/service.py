@@ -21,8 +21,9 @@ from semantide.services.serving.pages import Pages
 from semantide.services.serving.pinned import Pin, PinnedRegistry
 from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import profile_of
+from semantide.services.serving.publishing import Comparisons
 from semantide.services.serving.recommending import Asked, Events, Recommending
-from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.registry import Candidate, Pair, Registry, RegistryState, Split, Variant
 from semantide.services.serving.retrieval import Asking, Retrieved, RetrieverWatch, TimedEvents
 from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.shown import ShownNotes
@@ -37,10 +38,12 @@ from semantide.shared.config import Settings
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, Corrupt, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories, HistoryEvent
+from semantide.shared.jobs import Jobs
 from semantide.shared.models.quantised import Weights
 from semantide.shared.shown_lists import ShownLists
 
 _POLL_SECONDS = 0.1
+_COMPARISONS_SECONDS = 1.0
 _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 _LOOK_UP_SECONDS = 1.0  # of a look-up: requests with a history of their own wait for it too
@@ -105,6 +108,7 @@ class Service:
             Poller("registry", _POLL_SECONDS, self.swapper.poll),
             Poller("retriever", _POLL_SECONDS, self.retrievers.poll),
             Poller("shown", _POLL_SECONDS / 2, self.shown.flush),
+            Poller("comparisons", _COMPARISONS_SECONDS, Comparisons(Registry(broker), Jobs(broker)).poll),
         ]
 
     def start(self) -> None:
@@ -187,7 +191,7 @@ class Service:
         if self._model_type(model) == "retriever":
             with _refusing(model):
                 self.retrievers.prepare(model)
-            state = self.registry.retrieve(model)
+            state = self.registry.retrieve(model, reason)
             self.retrievers.poll()
             return state
         with _refusing(model):
@@ -197,17 +201,18 @@ class Service:
         self.swapper.poll()
         return state
 
-    def prepare(self, model: str, catalog: str | None, force: bool) -> Pair:
-        """Load and warm a generator that may go live later; nothing changes.
+    def prepare(self, model: str, catalog: str | None, force: bool) -> Candidate:
+        """Load and warm a model that may go live later; nothing changes.
 
-        Raises: NotFound; Conflict for one that cannot be served, or is none.
+        Raises: NotFound; Conflict for one that cannot be served.
         """
-        if self._model_type(model) == "retriever":
-            raise Conflict(f"{model} is a retriever: `if_not_worse` compares generators; leave it out")
         with _refusing(model):
+            if self._model_type(model) == "retriever":
+                self.retrievers.prepare(model)
+                return Candidate(model=model)
             pair = self._resolve(model, catalog, force)
             self.swapper.prepare(pair)
-        return pair
+        return Candidate(model=model, catalog=pair.catalog)
 
     def divide(self, salt: str | None, wanted: Sequence[tuple[str, str, str | None, float]], force: bool, reason: str) -> RegistryState:
         """Load, warm and set variants (name, model, catalog, share) beside the live model; what cannot be loaded changes nothing.

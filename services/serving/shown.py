@@ -42,5 +42,9 @@ class ShownNotes:
             try:
                 self._lists.keep(some)
             except RedisError:
-                self._waiting.extendleft(reversed(some))
+                # What was noted meanwhile is newer, and may have taken the room.
+                lost = max(0, len(some) + len(self._waiting) - _WAITING)
+                if lost:
+                    self._lost.inc(lost)
+                self._waiting.extendleft(reversed(some[lost:]))
                 raise

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from semantide.services.serving.bundle import read_header
+from semantide.services.serving.bundle import read_card, read_header
 from semantide.services.serving.publishing import compare
 from semantide.services.serving.registry import Candidate, Following, Pair, Registry
 from semantide.services.serving.retrieval import LoadedRetriever
 from semantide.services.serving.service import load_and_warm
 from semantide.shared.catalog import Catalog, Lineages
 from semantide.shared.contracts import CandidateJudged, CatalogReady, ModelTrained, TablePublished
-from semantide.shared.errors import Conflict, NotFound
+from semantide.shared.errors import Conflict, NotFound, PermanentError
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import handler
 from semantide.shared.room import Room
@@ -32,48 +32,80 @@ def _newest(room: Room, catalog: str, tokenizer: str) -> str:
 
 @handler(ModelTrained)
 def keep_candidate(message: ModelTrained, room: Room) -> None:
-    """Register a trained model; promote it when its job asked for that, once."""
+    """Register a trained model; promote it when its job asked for that, once. Why one is not promoted that should be is kept as a decision."""
     registry = Registry(room.broker)
-    if message.catalog is None:
-        if message.promote and registry.read().retriever != message.model:
-            LoadedRetriever.load(room.store, message.model)
-            registry.retrieve(message.model)
-            logger("serving").info("retriever promoted", model=message.model, job=message.job_id)
-        return
-    header = read_header(room.store.get(message.model))
-    candidate = Candidate(
-        model=message.model,
-        catalog=_newest(room, message.catalog, str(header["tokenizer_digest"])),
-        job_id=message.job_id,
-        recipe=str(header.get("recipe") or ""),
-        metrics=header["metrics"] if isinstance(header.get("metrics"), dict) else {},
-    )
-    known = registry.register(candidate).candidate(message.model)
+    known = registry.register(_candidate(message, room)).candidate(message.model)
     # A message may come twice; the second must not undo a rollback made in between.
-    if message.promote and known is not None and not known.promoted:
-        pair = registry.resolve(message.model, None)
-        wait = message.promote == "if-not-worse"
-        if wait and (known.judging or known.judged or compare(registry, pair, room.store, room.settings, Jobs(room.broker, room.queues).submit)):
+    if not message.promote or known is None or known.promoted:
+        return
+    wait = message.promote == "if-not-worse"
+    if wait and (known.judging or known.judged):
+        return
+    try:
+        if wait and compare(registry, known, room.store, room.settings, Jobs(room.broker, room.queues).submit):
             return
-        load_and_warm(room.store, pair)
-        registry.promote(pair, reason=f"asked for by job {message.job_id}")
-        logger("serving").info("model promoted", model=pair.model, catalog=pair.catalog, job=message.job_id)
+        _load(room, known.model, known.catalog)
+    except PermanentError as error:
+        registry.hold(known.model, f"{type(error).__name__}: {error}")
+        logger("serving").error("model cannot be promoted", model=known.model, job=message.job_id, error=str(error), exc_info=True)
+        return
+    reason = f"asked for by job {message.job_id}"
+    if known.catalog is None:
+        registry.retrieve(known.model, reason)
+    else:
+        registry.promote(Pair(model=known.model, catalog=known.catalog), reason=reason)
+    logger("serving").info("model promoted", model=known.model, catalog=known.catalog, job=message.job_id)
+
+
+def _candidate(message: ModelTrained, room: Room) -> Candidate:
+    folder = room.store.get(message.model)
+    card = read_card(folder) if message.catalog is None else read_header(folder)
+    return Candidate(
+        model=message.model,
+        catalog=None if message.catalog is None else _newest(room, message.catalog, str(card["tokenizer_digest"])),
+        job_id=message.job_id,
+        recipe=str(card.get("recipe") or ""),
+        metrics=card["metrics"] if isinstance(card.get("metrics"), dict) else {},
+    )
+
+
+def _load(room: Room, model: str, catalog: str | None) -> None:
+    """Let a model answer once, so that a broken one is refused before anything changes.
+
+    Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
+    """
+    if catalog is None:
+        LoadedRetriever.load(room.store, model)
+    else:
+        load_and_warm(room.store, Pair(model=model, catalog=catalog))
 
 
 @handler(CandidateJudged)
 def decide(message: CandidateJudged, room: Room) -> None:
     """Promote a candidate that is not worse than the live model; keep the figures either way. Where another model has gone live meanwhile, it is compared with that."""
     registry = Registry(room.broker)
-    pair = Pair(model=message.model, catalog=registry.read().newest(message.catalog))
-    if message.not_worse:
-        load_and_warm(room.store, pair)
-    try:
-        state = registry.judged(pair, message)
-    except Conflict:
-        compare(registry, pair, room.store, room.settings, Jobs(room.broker, room.queues).submit)
+    state = registry.read()
+    known = state.candidate(message.model)
+    if known is None or known.judging != message.job_id:
+        logger("serving").info("nobody waits for this verdict", model=message.model, job=message.job_id)
         return
-    live = state.live is not None and state.live.model == pair.model
-    logger("serving").info("candidate was judged", model=pair.model, live=live, job=message.job_id, reason=message.reason, figures=message.figures)
+    try:
+        if message.not_worse:
+            _load(room, message.model, message.catalog and state.newest(message.catalog))
+    except PermanentError as error:
+        message = message.model_copy(update={"not_worse": False, "reason": f"it is not worse, but cannot be served: {error}"})
+    try:
+        state = registry.judged(message)
+    except Conflict:
+        try:
+            compare(registry, known, room.store, room.settings, Jobs(room.broker, room.queues).submit)
+        except PermanentError as error:
+            registry.hold(known.model, str(error), message.job_id)
+        return
+    live = state.rival(known) or ("", None)
+    logger("serving").info(
+        "candidate was judged", model=message.model, live=live[0] == message.model, job=message.job_id, reason=message.reason, figures=message.figures
+    )
 
 
 @handler(TablePublished)

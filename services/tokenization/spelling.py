@@ -32,6 +32,7 @@ from semantide.shared.executors import Executor, LocalExecutor, Steps
 from semantide.shared.models.linear_map import FloatArray, LinearMap, unit_rows
 from semantide.shared.models.residual_codes import IntArray
 from semantide.shared.models.tokenizer import Tick, Tokenizer, TokenizerConfig, embedding_problems, join, silent
+from semantide.shared.stored_files import CATALOG_AGAIN, whole
 
 INFO = pa.schema([("item", pa.string()), ("title", pa.string()), ("categories", pa.list_(pa.string())), ("available", pa.bool_())])
 PART_ROWS = 1_000_000
@@ -57,11 +58,15 @@ class Spelled:
 
     @classmethod
     def load(cls, folder: Path) -> Spelled:
-        """Read what ``save`` wrote."""
-        header = json.loads((folder / "catalog.json").read_text())
-        own = {name: value for name, value in header.items() if name not in ("level_sizes", "tokenizer_digest")}
-        report = json.loads((folder / "report.json").read_text())
-        return cls(Catalog.load(folder), Tokenizer.load(folder), pq.read_table(folder / "item_info.parquet"), report, own)
+        """Read what ``save`` wrote.
+
+        Raises: Corrupt.
+        """
+        with whole(folder, "catalog", CATALOG_AGAIN):
+            header = json.loads((folder / "catalog.json").read_text())
+            own = {name: value for name, value in header.items() if name not in ("level_sizes", "tokenizer_digest")}
+            report = json.loads((folder / "report.json").read_text())
+            return cls(Catalog.load(folder), Tokenizer.load(folder), pq.read_table(folder / "item_info.parquet"), report, own)
 
 
 def read_vectors(path: Path, item_ids: tuple[str, ...]) -> tuple[FloatArray, npt.NDArray[np.bool_]]:

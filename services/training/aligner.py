@@ -1,7 +1,7 @@
 """The loop of an alignment: draw, score, learn, test, and stop and go back when the guard says so.
 
 A resumed run computes bit for bit what the uninterrupted one would have: prompts, noise and dropout are functions of seed and step, and weights, optimiser, average, best
-weights and rollouts that were drawn ahead are part of every checkpoint.
+weights and rollouts that were drawn ahead are part of every checkpoint. Several ranks share the prompts of a step (``prompt_share``) and make one update together.
 Legend: R prompts, G rollouts of a prompt, L levels, C items (rollouts and positives), D known positives.
 """
 
@@ -23,15 +23,26 @@ from torch import Tensor, nn
 from semantide.services.training.alignment_guard import Guard, Standing
 from semantide.services.training.alignment_recipes import AlignConfig
 from semantide.services.training.checkpoint import Checkpoints
-from semantide.services.training.grpo import group_advantages, group_moments, mean_over_rollouts, policy_loss, prefix_advantages, shaped_rewards
+from semantide.services.training.gradients import GradientSum
+from semantide.services.training.grpo import (
+    group_advantages,
+    group_moments,
+    mean_over_rollouts,
+    policy_loss,
+    policy_mean,
+    policy_weights,
+    prefix_advantages,
+    shaped_rewards,
+)
 from semantide.services.training.held_out import HeldOut
 from semantide.services.training.optimiser import rate_share, set_rate
 from semantide.services.training.policy_terms import Items, Places, PolicyTerms, Terms, divergence_CL
+from semantide.services.training.prompt_share import PromptShare
 from semantide.services.training.rollout import Drawn, Prompts, RewardSource, Rollouter, checked, noise_of
 from semantide.services.training.run_weights import RunWeights
 from semantide.services.training.trainer import Listener
 from semantide.shared.decoding.sampling import Groups
-from semantide.shared.errors import Conflict, JobCancelled, PermanentError, SemantideError
+from semantide.shared.errors import Conflict, JobCancelled, PermanentError, RankLost, SemantideError
 from semantide.shared.models.generator import Generator
 
 _DRAWS, _DROPOUT = 21, 22  # purposes of random numbers
@@ -64,6 +75,16 @@ class _Whole:
     tables: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What this rank has of all ranks' used groups, groups with any rollout, rollouts and known positives, in shares: each is what a mean of the loss goes over."""
+
+    used: float
+    groups: float
+    rollouts: float
+    positives: float
+
+
 class Aligner:
     """Aligns one generator; its best tested weights are in the model when ``run`` returns, those of the start among them."""
 
@@ -84,15 +105,18 @@ class Aligner:
         reward_name: str = "",
         identity: str = "",
         checkpoint_seconds: float = 20.0,
+        share: PromptShare | None = None,
     ) -> None:
-        """``popularity_N`` is each catalog row's popularity percentile."""
+        """``popularity_N`` is each catalog row's popularity percentile; ``share`` this rank's of a run of several."""
         self.config, self.state = config, AlignState()
         self._generator, self._rollouter, self._prompts, self._terms, self._reward, self._test = generator, rollouter, prompts, terms, reward, test
         self._listener, self._seed, self._reward_name, self._identity, self._checkpoint_seconds = listener, seed, reward_name, identity, checkpoint_seconds
         self._device = generator.head_VD.device
         self._start = copy.deepcopy(generator).eval().requires_grad_(False)
         self._weights = RunWeights(_Whole(generator, {}), config.training)
-        self._checkpoints = Checkpoints(checkpoints)
+        self._share = share or PromptShare()
+        self._gradients = GradientSum(self._share.world, self._weights.parameters)
+        self._checkpoints = Checkpoints(checkpoints, self._share.world)
         self._guard = Guard(config.guard_deviations, config.guard_loss)
         self._popularity_N = torch.from_numpy(popularity_N).to(self._device)
         self._ahead: deque[tuple[int, Drawn, Any]] = deque()
@@ -105,6 +129,8 @@ class Aligner:
         """
         try:
             return self._run()
+        except RankLost:
+            raise  # a checkpoint that is being written waits for the rank that is gone
         except Exception:
             # What is being written is the last good one: this run's own end must not cut it off.
             with suppress(SemantideError):
@@ -117,12 +143,11 @@ class Aligner:
         if not state.tests:
             self._tested()
         while not state.finished:
-            try:
-                listener.check_cancelled()
-            except JobCancelled:
+            cancelled = self._cancelled()
+            if self._share.agreed(cancelled is not None):
                 self._save()
                 self._checkpoints.wait()
-                raise
+                raise cancelled or JobCancelled("another rank was asked to stop")
             began = listener.clock()
             figures = self._stepped()
             state.step += 1
@@ -132,18 +157,25 @@ class Aligner:
             listener.progress(state.step, config.steps, "steps", "aligning")
             if state.finished or state.step % config.evaluate_every == 0:
                 self._tested()
-            if listener.clock() - self._saved_at >= self._checkpoint_seconds or state.finished:
+            if self._share.agreed(state.finished or (self._share.world.leads and listener.clock() - self._saved_at >= self._checkpoint_seconds)):
                 self._save()
         self._checkpoints.wait()
         self._weights.take_best()
         self._generator.eval()
         return state
 
+    def _cancelled(self) -> JobCancelled | None:
+        try:
+            self._listener.check_cancelled()
+        except JobCancelled as error:
+            return error
+        return None
+
     def _stepped(self) -> dict[str, float]:
         """One step: what was drawn ``staleness`` steps ago is scored and learned from."""
         state, config = self.state, self.config
         while len(self._ahead) <= config.staleness and (step := state.step + len(self._ahead)) < config.steps:
-            drawn = self._rollouter.draw(self._prompts.at(step), noise_of(self._seed, _DRAWS, step))
+            drawn = self._rollouter.draw(self._share.own(self._prompts.at(step)), noise_of(self._seed, _DRAWS, step, self._share.place))
             self._ahead.append((state.step, drawn, self._reward.ask(drawn.rollouts)))
         drawn_at, drawn, asked = self._ahead.popleft()
         scores = checked(self._reward.take(asked), drawn.rollouts, self._reward_name)
@@ -159,8 +191,11 @@ class Aligner:
             advantages = prefix_advantages(rewards_RG, present_RG, codes_RGL, **compared)  # type: ignore[arg-type]
         else:
             advantages = group_advantages(rewards_RG, present_RG, codes_RGL.shape[2], **compared)  # type: ignore[arg-type]
-        used = int(advantages.used_B.sum())
-        state.skipped += len(advantages.used_B) - used
+        weights_RG = policy_weights(drawn.log_probs_RGL, present_RG, config.beams, config.distinct)
+        counts = [int(each.sum()) for each in (advantages.used_B, weights_RG.sum(1) > 0, present_RG)] + [sum(map(len, positives)), len(drawn.prompts)]
+        totals = self._share.sums(*counts)
+        used, groups = totals[0], totals[-1]
+        state.skipped += int(groups - used)
         state.constant = 0 if used else state.constant + 1
         if state.constant >= config.constant_steps:
             raise PermanentError(
@@ -168,24 +203,32 @@ class Aligner:
                 f"{float(gate_RG[present_RG].float().mean()):.0%}): the reward model {self._reward_name[:26]}... tells these items not apart; train it on more feedback, or lower "
                 "least_spread"
             )
-        mean_R1, spread_R1 = group_moments(rewards_RG, present_RG)
+        _, spread_R1 = group_moments(rewards_RG, present_RG)
+        told = {
+            "reward": rewards_RG,
+            "preference": preference_RG,
+            "gate_rate": gate_RG,
+            "known_rate": known_RG,
+            "popularity": self._popularity_N[drawn.rows_RG],
+        }
         figures = {
-            "reward": float(mean_R1.mean()), "reward_spread": float(spread_R1.mean()), "preference": float(preference_RG[present_RG].mean()),
-            "gate_rate": float(gate_RG[present_RG].float().mean()), "known_rate": float(known_RG.float().mean()),
-            "skipped_share": 1 - used / len(advantages.used_B), "staleness": float((state.step - drawn_at) * config.updates),
+            **{name: float(policy_mean(values, weights_RG)) for name, values in told.items()}, "reward_spread": float(spread_R1.mean()),
+            "skipped_share": 1 - used / groups, "staleness": float((state.step - drawn_at) * config.updates),
             "diversity": len(torch.unique(drawn.rows_RG[present_RG])) / max(1, min(int(present_RG.sum()), len(self._popularity_N))),
-            "group_diversity": _distinct(drawn.rows_RG), "popularity": float(self._popularity_N[drawn.rows_RG[present_RG]].mean()),
+            "group_diversity": _distinct(drawn.rows_RG),
         }  # fmt: skip
         items, order_C, num_positives = _items(drawn.rows_RG, positives)
         places = self._terms.places(self._generator, drawn.tokens, items, drawn.rules)
+        figures["tokens"] = float((drawn.tokens.values.numel() + items.rows_C.numel() * codes_RGL.shape[2]) * config.updates)
         start = None
         if config.kl_weight or (state.step + 1) % config.log_every == 0:
             with torch.no_grad():
                 start = self._terms.of(self._start, places)
+        parts = _Parts(*(own / max(total, 1) for own, total in zip(counts[:4], totals[:4], strict=True)))
         for update in range(config.updates):
             stale = update > 0 or state.step > drawn_at
-            figures |= self._updated(drawn, places, order_C, num_positives, present_RG, advantages, stale, update, start)
-        return figures
+            figures |= self._updated(drawn, places, order_C, num_positives, present_RG, weights_RG, advantages, stale, update, start, parts)
+        return self._share.mean(figures, len(drawn.prompts))
 
     def _updated(
         self,
@@ -194,18 +237,20 @@ class Aligner:
         order_C: Tensor,
         num_positives: int,
         present_RG: Tensor,
+        weights_RG: Tensor,
         advantages: Any,
         stale: bool,
         update: int,
         start: Terms | None,
+        parts: _Parts,
     ) -> dict[str, float]:
-        """One update; the figures of the loss."""
+        """One update; the figures of the loss. Of every mean in it this rank has a part, and gradients are summed."""
         state, config, generator = self.state, self.config, self._generator
         rate = rate_share(config.training, state.step, state.step / config.steps)
         for optimiser in self._weights.optimisers:
             set_rate(optimiser, rate)
             optimiser.zero_grad(set_to_none=True)
-        torch.manual_seed(int(np.random.SeedSequence([self._seed, _DROPOUT, state.step, update]).generate_state(1)[0]))
+        torch.manual_seed(int(np.random.SeedSequence([self._seed, _DROPOUT, state.step, update, *self._share.place]).generate_state(1)[0]))
         generator.train(config.dropout)
         terms = self._terms.of(generator, places)
         many = drawn.rows_RG.numel()
@@ -216,30 +261,33 @@ class Aligner:
 
         own_RGL = of_rollouts(terms.policy_CL)
         loss, held = policy_loss(own_RGL, drawn.log_probs_RGL if stale else None, advantages, present_RG, config.clip)
-        entropy, open_share = mean_over_rollouts(of_rollouts(terms.entropy_CL), present_RG), mean_over_rollouts(of_rollouts(terms.valid_CL), present_RG)
+        entropy, open_share = policy_mean(of_rollouts(terms.entropy_CL).sum(2), weights_RG), mean_over_rollouts(of_rollouts(terms.valid_CL), present_RG)
         figures = {
             "policy_loss": float(loss.detach()),
             "entropy": float(entropy.detach()),
             "valid_log_share": float(open_share.detach()),
             "lr": config.learning_rate * rate,
         }
+        loss = loss * parts.used
         if config.clip:
             figures["clipped_share"] = float(held)
         if start is not None:
-            kl = mean_over_rollouts(of_rollouts(divergence_CL(terms, start)), present_RG)
+            kl = policy_mean(of_rollouts(divergence_CL(terms, start)).sum(2), weights_RG)
             figures["kl"] = float(kl.detach())
             if config.kl_weight:
-                loss = loss + config.kl_weight * kl
+                loss = loss + config.kl_weight * parts.groups * kl
         if num_positives:
             supervised = -terms.row_CL[order_C[many:]].sum(1).mean()
             figures["supervised_loss"] = float(supervised.detach())
             if config.supervised_weight:
-                loss = loss + config.supervised_weight * supervised
+                loss = loss + config.supervised_weight * parts.positives * supervised
         if config.validity_weight:
-            loss = loss - config.validity_weight * open_share
+            loss = loss - config.validity_weight * parts.rollouts * open_share
+        self._gradients.begin()
         loss.backward()
+        self._gradients.finish()
         norm = float(nn.utils.clip_grad_norm_(self._weights.parameters, config.clip_norm, foreach=True))
-        value = float(loss.detach())
+        (value,) = self._share.sums(float(loss.detach()))
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise PermanentError(
                 f"at step {state.step} the loss is {value} and the gradient's norm {norm}: lower learning_rate (now {config.learning_rate}), or set clip where staleness or "
@@ -265,13 +313,13 @@ class Aligner:
                 state.best, state.best_step = better, state.step
                 self._weights.keep()
         changes = {
-            "hr@50_change": verdict.hits.mean,
+            "hr@50_change": verdict.hits.value,
             "hr@50_error": verdict.hits.error,
-            "reward_change": verdict.reward.mean,
+            "reward_change": verdict.reward.value,
             "reward_error": verdict.reward.error,
         }
         if verdict.judge is not None:
-            changes |= {"judge_change": verdict.judge.mean, "judge_error": verdict.judge.error}
+            changes |= {"judge_change": verdict.judge.value, "judge_error": verdict.judge.error}
         row = {"step": float(state.step), **result.figures, **(changes if state.tests else {})}
         state.tests.append(row)
         self._listener.metric(state.step, {f"held_out_{name}": value for name, value in row.items() if name != "step"})
@@ -306,7 +354,7 @@ class Aligner:
         for place in range(sum(name.endswith(".rows") for name in found.own)):
             rows_RG, log_probs_RGL, drawn_at = (found.own[f"ahead.{place}.{name}"].to(self._device) for name in ("rows", "log_probs", "drawn_at"))
             groups = Groups(rows_RG, log_probs_RGL)
-            drawn = self._rollouter.drawn(self._prompts.at(self.state.step + place), groups)
+            drawn = self._rollouter.drawn(self._share.own(self._prompts.at(self.state.step + place)), groups)
             self._ahead.append((int(drawn_at), drawn, self._reward.ask(drawn.rollouts)))
         return self.state
 

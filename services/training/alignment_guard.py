@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from semantide.shared.paired import Interval, difference
+
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -29,40 +31,13 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A paired difference from the start."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, now: FloatArray, start: FloatArray) -> Change:
-        """Mean and standard error of the differences.
-
-        Raises: ValueError for tests of different users.
-        """
-        if now.shape != start.shape or not len(now):
-            raise ValueError(f"{len(now)} users now and {len(start)} at the start: compare a test with one of the same users")
-        differences = now - start
-        return cls(float(differences.mean()), float(differences.std(ddof=1) / math.sqrt(len(now))) if len(now) > 1 else math.inf)
-
-    def rises(self, deviations: float) -> bool:
-        """Whether it is up beyond noise."""
-        return self.mean > deviations * self.error
-
-    def falls(self, deviations: float) -> bool:
-        """Whether it is down beyond noise."""
-        return self.mean < -deviations * self.error
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Whether to go on, why not, and the changes that it rests on."""
 
     reason: str
-    hits: Change
-    reward: Change
-    judge: Change | None
+    hits: Interval
+    reward: Interval
+    judge: Interval | None
 
     @property
     def stops(self) -> bool:
@@ -78,18 +53,29 @@ class Guard:
     loss: float = 0.0
 
     def verdict(self, start: Standing, now: Standing) -> Verdict:
-        """Compare a test with the one before the first step."""
-        hits, reward = Change.of(now.hits_U, start.hits_U), Change.of(now.reward_V, start.reward_V)
-        judge = None if now.judge_V is None or start.judge_V is None else Change.of(now.judge_V, start.judge_V)
+        """Compare a test with the one before the first step.
+
+        Raises: ValueError for tests of different users.
+        """
+        hits, reward = difference(now.hits_U, start.hits_U), difference(now.reward_V, start.reward_V)
+        judge = None if now.judge_V is None or start.judge_V is None else difference(now.judge_V, start.judge_V)
         reason = ""
-        if hits.falls(self.deviations) and hits.mean < -self.loss * float(start.hits_U.mean()):
+        if self.falls(hits) and hits.value < -self.loss * float(start.hits_U.mean()):
             reason = (
-                f"held-out HR@50 fell from {start.hits_U.mean():.4f} to {now.hits_U.mean():.4f}, {-hits.mean / hits.error if hits.error else math.inf:.1f} standard "
+                f"held-out HR@50 fell from {start.hits_U.mean():.4f} to {now.hits_U.mean():.4f}, {-hits.value / hits.error if hits.error else math.inf:.1f} standard "
                 "errors"
             )
-        elif judge is not None and reward.rises(self.deviations) and judge.falls(self.deviations):
+        elif judge is not None and self.rises(reward) and self.falls(judge):
             reason = (
-                f"the reward rose by {reward.mean:.4f} while the independent judge fell by {-judge.mean:.4f}: what the policy gains, it gains from the reward "
+                f"the reward rose by {reward.value:.4f} while the independent judge fell by {-judge.value:.4f}: what the policy gains, it gains from the reward "
                 "model's faults"
             )
         return Verdict(reason, hits, reward, judge)
+
+    def rises(self, change: Interval) -> bool:
+        """Whether it is up beyond noise."""
+        return change.value > self.deviations * change.error
+
+    def falls(self, change: Interval) -> bool:
+        """Whether it is down beyond noise."""
+        return change.value < -self.deviations * change.error

@@ -3,7 +3,7 @@
 align {dataset, model, reward[, judge][, catalog]} -> {model}   ``config``: fields of AlignConfig, and ``promote``. ``judge`` is a second reward model, of other feedback or
                                                                 another seed: it is never optimised, and the guard looks at it. Without it the
                                                                 guard knows the held-out test alone, and the result says so. Without ``catalog`` the one that the
-                                                                model was trained for is taken.
+                                                                model was trained for is taken. Several ranks share prompts and test users; the first one stores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,16 @@ import torch
 from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
+from semantide.services.training.grpo import policy_weights
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
 from semantide.services.training.job_inputs import card_of, device, promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
+from semantide.services.training.prompt_share import PromptShare
 from semantide.services.training.rankers import GeneratorRanker
 from semantide.services.training.rollout import Prompt, Prompts, RewardSource, Rollouter, checked, noise_of
 from semantide.services.training.row_matching import rows_of
 from semantide.services.training.trainer import Listener
+from semantide.services.training.world import World
 from semantide.shared.allocator import peak_memory_bytes
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained
@@ -40,8 +43,9 @@ from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward_scorer import RewardScorer
+from semantide.shared.pages import Pages
 from semantide.shared.rollout_scores import QueuedScorer
-from semantide.shared.rollouts import Rollouts, Scorer, Scores
+from semantide.shared.rollouts import Scorer, Scores
 from semantide.shared.telemetry import logger
 
 _PROBES, _TOGETHER = 31, 64  # purpose of random numbers; prompts that are probed at a time
@@ -64,48 +68,53 @@ class _World:
     rollouter: Rollouter
     max_items: int
     events: EventActions | None
+    pages: Pages | None
 
 
-def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int = 1) -> JobOutcome:
+def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World | None = None, beat: Callable[[], None] = lambda: None) -> JobOutcome:
     """Align the model of the inputs and store it with what the run saw; where nothing that was tested is better, the start comes back as it was.
 
-    ``load_scorer`` reads a reward model into this process; left out, the reward room's.
+    ``load_scorer`` reads a reward model into this process; left out, the reward room's. ``ranks`` are the processes that do it together, ``beat`` tells that this one gets on.
     Raises: BadData for a wrong config or inputs, Conflict when model, catalog, reward model and data set do not belong together, JobCancelled.
     """
     changes = dict(job.spec.config)
     promote = promotion_of(changes)
+    changes.pop("processes", None)
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
-    if processes > 1:
-        raise BadData(f"this align job was given {processes} processes: it runs in one, ask the cluster for one pod")
+    share = PromptShare(ranks or World.single(device()))
+    leads = share.world.leads
+    if config.prompts < share.world.size:
+        raise BadData(f"a step has {config.prompts} prompts for {share.world.size} processes: give each at least one, or take fewer processes")
     inputs = dict(job.spec.inputs)
     for name in ("dataset", "model", "reward"):
         if name not in inputs:
             raise Conflict(f"an align job needs the input {name!r}: give inputs {{{name!r}: '{name}s/sha256-...'}}")
-    _check_judge(job, inputs)
+    _check_judge(job, inputs, leads)
     card = card_of(job, inputs["model"])
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
-    world = _world(job, config, card, inputs)
+    world = _world(job, config, card, inputs, share.world.device)
     load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
-    reward = _reward(job, inputs["reward"], load)
+    reward = _reward(job, inputs["reward"], load, share)
     judge = load(inputs["judge"]) if "judge" in inputs else None
     counts_N = np.bincount(np.concatenate([np.zeros(0, np.int64), *world.dataset.train_histories()]).astype(np.int64), minlength=len(world.dataset.item_ids))
-    test = _test(job, config, world, counts_N, "valid", reward, judge)
+
+    def check() -> None:
+        beat()
+        job.check_cancelled()
+
+    test = _test(job, config, world, counts_N, "valid", reward, judge, share, check)
     popularity_N = np.zeros(len(world.catalog))
     popularity_N[world.rows] = popularity_percentiles(counts_N)
-    listener = Listener(
-        time.monotonic,
-        progress=job.progress,
-        metric=lambda step, values: job.metric(step, **values),
-        check_cancelled=job.check_cancelled,
-        memory_bytes=lambda: peak_memory_bytes(world.generator.head_VD.device),
-    )
+    listener = Listener(time.monotonic, check_cancelled=check, memory_bytes=lambda: peak_memory_bytes(world.generator.head_VD.device))
+    if leads:
+        listener = replace(listener, progress=job.progress, metric=lambda step, values: job.metric(step, **values))
     terms = PolicyTerms(world.trie, torch.from_numpy(world.generator.vocabulary.item_tokens(world.catalog.codes)).to(world.trie.device), config.temperature)
     aligner = Aligner(
         config,
         world.generator,
         world.rollouter,
-        Prompts(world.dataset, config, job.spec.seed),
+        Prompts(world.dataset, config, job.spec.seed, world.pages),
         terms,
         reward,
         test,
@@ -115,14 +124,18 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
         popularity_N=popularity_N,
         reward_name=inputs["reward"],
         identity=json.dumps(inputs, sort_keys=True),
+        share=share,
     )
-    final = _test(job, config, world, counts_N, "test", reward, judge)
-    before = _kept(job, "before", final)
+    final = _test(job, config, world, counts_N, "test", reward, judge, share, check)
+    before = _kept(job, "before", final, share.world)
     state = aligner.run()
     after = final().figures if state.best_step else before
     result = {**_result(config, state, before, after), "judge": inputs.get("judge"), "warnings": [] if "judge" in inputs else [_NO_JUDGE]}
     # How much the room took off this run is no part of what came out: a run that was cut off makes the same model.
-    told = {**result, "scored_by_room": reward.from_room, "scored_here": reward.scored_here}
+    scored = share.sums(reward.from_room, reward.scored_here)
+    told = {**result, "scored_by_room": int(scored[0]), "scored_here": int(scored[1])}
+    if not leads:
+        return JobOutcome()
     if not state.best_step:
         job.discard(job.workdir / "checkpoints")
         return JobOutcome({"model": inputs["model"]}, told)
@@ -148,10 +161,11 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, processes: int
     return JobOutcome({"model": ref}, told)
 
 
-def _check_judge(job: JobContext, inputs: dict[str, str]) -> None:
+def _check_judge(job: JobContext, inputs: dict[str, str], leads: bool) -> None:
     """Refuse a judge that is the reward model itself, or the same network with its signals weighed anew; warn where there is none."""
     if "judge" not in inputs:
-        logger("job.align").warning(_NO_JUDGE, job=job.id)
+        if leads:
+            logger("job.align").warning(_NO_JUDGE, job=job.id)
         return
     independent = "an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
     if inputs["judge"] == inputs["reward"]:
@@ -163,32 +177,52 @@ def _check_judge(job: JobContext, inputs: dict[str, str]) -> None:
         raise BadData(f"judge and reward have the same weights, one is the other with its signals weighed anew and shares its faults: {independent}")
 
 
-def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: dict[str, str]) -> _World:
+def _world(job: JobContext, config: AlignConfig, card: dict[str, Any], inputs: dict[str, str], device: torch.device) -> _World:
     dataset = Dataset.load(job.store.get(inputs["dataset"]))
     catalog_ref = inputs.get("catalog") or card["catalog"]
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", _TOKENIZE_AGAIN)
-    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device())
-    trie = SearchTrie.build(catalog.trie, device())
+    generator = Generator.from_pretrained(job.store.get(inputs["model"])).float().to(device)
+    trie = SearchTrie.build(catalog.trie, device)
     tokens_NL = generator.vocabulary.item_tokens(catalog.codes)
     try:
         events = EventActions.load(job.store.get(inputs["dataset"]))
     except Conflict:
         events = None  # of a data set that does not say what was done
+    try:
+        pages = Pages.of(dataset, job.store.get(inputs["dataset"]))
+    except Conflict:
+        pages = None  # of one that has none, or does not say what its actions mean
     max_items = int(card["max_items"])
     rollouter = Rollouter(generator, trie, tokens_NL, rows, dataset, inputs["dataset"], config, max_items, events)
-    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items, events)
+    return _World(dataset, catalog, generator, trie, rows, rollouter, max_items, events, pages)
 
 
-def _reward(job: JobContext, ref: str, load_scorer: LoadScorer) -> QueuedScorer:
+def _reward(job: JobContext, ref: str, load_scorer: LoadScorer, share: PromptShare) -> QueuedScorer:
     return QueuedScorer(
-        ref, job.store, job.broker, job.send, lambda: load_scorer(ref), clock=time.time, pause=time.sleep, wait_seconds=job.settings.reward_wait_seconds
+        ref,
+        "/".join([job.id, *map(str, share.place)]),
+        job.store,
+        job.broker,
+        job.send,
+        lambda: load_scorer(ref),
+        clock=time.time,
+        pause=time.sleep,
+        wait_seconds=job.settings.reward_wait_seconds,
     )
 
 
 def _test(
-    job: JobContext, config: AlignConfig, world: _World, counts_N: np.ndarray, part: Part, reward: RewardSource, judge: Scorer | None
+    job: JobContext,
+    config: AlignConfig,
+    world: _World,
+    counts_N: np.ndarray,
+    part: Part,
+    reward: RewardSource,
+    judge: Scorer | None,
+    share: PromptShare,
+    check: Callable[[], None],
 ) -> Callable[[], HeldOut]:
     """The held-out test of one part, the same users and noise each time."""
     events = world.events
@@ -199,13 +233,14 @@ def _test(
         )
 
     def tick(done: int, total: int) -> None:
-        job.check_cancelled()
-        job.progress(done, total, "users", "testing")
+        check()
+        if share.world.leads:
+            job.progress(done, total, "users", "testing")
 
     actions = None if events is None else events.among(world.generator.config.merger.actions)
     ranker = GeneratorRanker(world.generator, world.catalog.trie, world.catalog.codes, world.rows, world.max_items, config.beam_width, actions)
-    probe = Probe(config, world.generator, world.trie, world.rollouter, cases[: config.probes], job.spec.seed, reward, judge, job.spec.inputs["reward"])
-    return HeldOutTest(ranker, cases, counts_N, exclude_seen=config.exclude_seen, judge=probe.judged, tick=tick).run
+    probe = Probe(config, world.generator, world.trie, world.rollouter, cases[: config.probes], job.spec.seed, reward, judge, job.spec.inputs["reward"], share)
+    return HeldOutTest(ranker, cases, counts_N, exclude_seen=config.exclude_seen, judge=probe.judged, tick=tick, share=share).run
 
 
 class Probe:
@@ -222,48 +257,53 @@ class Probe:
         reward: RewardSource,
         judge: Scorer | None,
         reward_name: str,
+        share: PromptShare | None = None,
     ) -> None:
+        self._share = share or PromptShare()
         self._config, self._generator, self._trie, self._rollouter, self._seed = config, generator, trie, rollouter, seed
         self._prompts = [Prompt(case.user, len(case.history)) for case in cases]
         self._reward, self._judge, self._name = reward, judge, reward_name
 
     def judged(self) -> Judged:
-        """Mean rewards of each user's rollouts as the policy is now; known positives count as anything else."""
-        rewards, judgements, gates, invalid = [], [], [], []
-        for begin in range(0, len(self._prompts), _TOGETHER):
-            prompts = self._prompts[begin : begin + _TOGETHER]
-            drawn = self._rollouter.draw(prompts, noise_of(self._seed, _PROBES, begin))
+        """What each user's rollouts are worth in expectation as the policy is now; known positives count as anything else."""
+        told: list[np.ndarray] = [np.zeros((0, 4))]
+        own = self._share.own(self._prompts)
+        for begin in range(0, len(own), _TOGETHER):
+            drawn = self._rollouter.draw(own[begin : begin + _TOGETHER], noise_of(self._seed, _PROBES, begin, self._share.place))
             scores = checked(self._reward.take(self._reward.ask(drawn.rollouts)), drawn.rollouts, self._name)
-            rewards.append(self._means(scores, drawn.rollouts))
-            gates.append((scores.gate_BG & scores.valid_BG)[drawn.rollouts.items_BG >= 0])
-            if self._judge is not None:
-                judgements.append(self._means(self._judge.score(drawn.rollouts), drawn.rollouts))
+            present_RG = drawn.rows_RG >= 0
+            weights_BG = policy_weights(drawn.log_probs_RGL, present_RG, self._config.beams, self._config.distinct).cpu().numpy()
+            rewards_B = self._means(scores, weights_BG)
             codes = free_beams(
                 self._rollouter.decoder, self._generator.config.level_sizes, drawn.tokens.values, drawn.tokens.offsets_B1, self._config.beam_width
             )
-            invalid.append((spelled_rows(self._trie, codes) < 0).float().mean(1).cpu().numpy())
-        return Judged(
-            np.concatenate(rewards),
-            np.concatenate(judgements) if judgements else None,
-            float(np.concatenate(invalid).mean()),
-            float(np.concatenate(gates).mean()),
-        )
+            told.append(
+                np.stack([
+                    rewards_B,
+                    rewards_B if self._judge is None else self._means(self._judge.score(drawn.rollouts), weights_BG),
+                    ((scores.gate_BG & scores.valid_BG) * weights_BG).sum(1),
+                    (spelled_rows(self._trie, codes) < 0).float().mean(1).cpu().numpy(),
+                ], 1)
+            )  # fmt: skip
+        rewards_V, judgements_V, gates_V, invalid_V = self._share.joined(np.concatenate(told)).T
+        return Judged(rewards_V.copy(), None if self._judge is None else judgements_V.copy(), float(invalid_V.mean()), float(gates_V.mean()))
 
-    def _means(self, scores: Scores, rollouts: Rollouts) -> np.ndarray:
-        present = rollouts.items_BG >= 0
+    def _means(self, scores: Scores, weights_BG: np.ndarray) -> np.ndarray:
         opened = scores.gate_BG & scores.valid_BG if self._config.gate else scores.valid_BG
-        values = np.where(opened & present, scores.preference_BG, 0.0)
-        return np.asarray(values.sum(1) / np.maximum(present.sum(1), 1), dtype=np.float64)
+        return np.asarray((np.where(opened, scores.preference_BG, 0.0) * weights_BG).sum(1), dtype=np.float64)
 
 
-def _kept(job: JobContext, name: str, test: Callable[[], HeldOut]) -> dict[str, float]:
+def _kept(job: JobContext, name: str, test: Callable[[], HeldOut], world: World) -> dict[str, float]:
     """The figures of a test that was made before the run was cut off, or made now."""
     path = job.workdir / f"{name}.json"
-    if not path.exists():
-        aside = path.with_suffix(".incoming")
-        aside.write_text(json.dumps(test().figures))
-        aside.replace(path)
-    figures: dict[str, float] = json.loads(path.read_text())
+    text: str | None = world.gather_json(path.read_text() if path.exists() else None)[0]
+    if text is None:
+        text = json.dumps(test().figures)
+        if world.leads:
+            aside = path.with_suffix(".incoming")
+            aside.write_text(text)
+            aside.replace(path)
+    figures: dict[str, float] = json.loads(text)
     return figures
 
 

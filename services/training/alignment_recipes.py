@@ -42,8 +42,10 @@ class AlignConfig:
 
     gate: bool = True
     """Whether the reward is 0 where the relevance gate is closed."""
+    page_positives: int = 20
+    """Rollouts begin before pages, and so many of what was ordered or clicked there, the strongest first, are known positives. 0: pages are not looked at."""
     positives: int = 1
-    """How many of the next items of the training history count as known positives."""
+    """How many of the next items of the training history count as known positives where there are no pages."""
     positive_reward: float = 1.0
     """Reward of a known positive, in the place of what the reward model says."""
     least_spread: float = 1e-3
@@ -94,6 +96,7 @@ class AlignConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("steps", 1, 1 << 30), ("prompts", 1, 1 << 20), ("updates", 1, 64), ("staleness", 0, 8), ("history_events", 1, 1 << 20), ("positives", 1, 1000),
+            ("page_positives", 0, 10_000),
             ("positive_reward", 0, 1000), ("least_spread", 0, 1000), ("clip", 0, 10), ("kl_weight", 0, 1000), ("supervised_weight", 0, 1000), ("validity_weight", 0, 1000),
             ("learning_rate", 0, 10), ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
             ("ema", 0, 0.999999), ("evaluate_every", 1, 1 << 30), ("held_out_users", 0, 1 << 30), ("beam_width", 50, 10_000), ("probes", 1, 1 << 30), ("guard_deviations", 0, 100),

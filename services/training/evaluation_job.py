@@ -1,7 +1,8 @@
 """The ``evaluate`` job: models side by side on held-out users, or a candidate against the live model.
 
 evaluate {dataset, model[, catalog][, baseline][, retriever]} -> {evaluation}    a table, and every user's own figures
-evaluate {dataset, model, live[, catalog][, live_catalog]} -> {evaluation}       with config ``bounds``: whether the candidate is not worse; with ``publish`` serving is told, and promotes it where so
+evaluate {dataset, model, live[, catalog][, live_catalog]} -> {evaluation}       with config ``bounds``: whether the candidate is not worse; with ``publish`` serving is told, and promotes it where so.
+                                                                                 Items that one of the two lacks it cannot hit, as when it serves.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from semantide.shared.models.sasrec import SASRec
 from semantide.shared.table_snapshots import TableSnapshot
 
 _COMPARED = ("baseline", "retriever", "live", "model")  # inputs of an evaluation
+_LEAST_KNOWN = 0.5  # of a data set's items, by both models of a paired test: what knows fewer is of another catalog
 
 
 def evaluate_models(job: JobContext) -> JobOutcome:
@@ -56,11 +58,14 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     if config.bounds:
         pair = {name: input_of(job, name) for name in ("live", "model")}
         try:
-            rankers = {name: load_ranker(job, dataset, ref, config.beam_width, events=events, name=name)[1] for name, ref in pair.items()}
+            rankers = {
+                name: load_ranker(job, dataset, ref, config.beam_width, events=events, name=name, least_known=_LEAST_KNOWN)[1] for name, ref in pair.items()
+            }
         except Conflict as error:
             return _judged(job, config, table, Judgement(False, f"the two cannot be compared: {error}"))
         rows = table.filled([(name, ranker, False) for name, ranker in rankers.items()])
-        return _judged(job, config, table, judge(table.figures(1), table.figures(0), config.bounds), rows)
+        found = judge(table.figures(1), table.figures(0), config.bounds)
+        return _judged(job, config, table, found.noting(_unknown(rankers, len(dataset.item_ids))), rows)
     return table.outcome(table.filled([(name, ranker, seen) for name, ranker in _side_by_side(job, config, dataset, events).items() for seen in (False, True)]))
 
 
@@ -75,6 +80,17 @@ def _side_by_side(job: JobContext, config: EvaluateConfig, dataset: Dataset, eve
     return rankers
 
 
+def _unknown(rankers: Mapping[str, Ranker], num_items: int) -> str:
+    """Which items the two models lack, in words."""
+    names = {"live": "the live model", "model": "the candidate"}
+    return "; ".join(f"{names[name]} lacks {ranker.num_unknown} of the {num_items} items" for name, ranker in rankers.items() if ranker.num_unknown)
+
+
+def _catalog_of(job: JobContext, name: str, ref: str) -> str:
+    """The catalog of a generator that is the input ``name``: the live model has one of its own."""
+    return str(job.spec.inputs.get("live_catalog" if name == "live" else "catalog") or card_of(job, ref)["catalog"])
+
+
 def _judged(job: JobContext, config: EvaluateConfig, table: _Table, found: Judgement, rows: list[dict[str, Any]] | None = None) -> JobOutcome:
     """Tell serving what came out, where it waits for that."""
     outcome = table.outcome(rows or [], judgement=found.as_dict())
@@ -84,7 +100,7 @@ def _judged(job: JobContext, config: EvaluateConfig, table: _Table, found: Judge
             CandidateJudged(
                 job_id=job.id,
                 model=model,
-                catalog=job.spec.inputs.get("catalog") or card_of(job, model)["catalog"],
+                catalog=_catalog_of(job, "model", model) if card_of(job, model)["model_type"] == "generator" else None,
                 against=input_of(job, "live"),
                 not_worse=found.not_worse,
                 reason=found.reason,
@@ -163,27 +179,35 @@ def _replaced(path: Path, write: Any) -> None:
 
 
 def load_ranker(
-    job: JobContext, dataset: Dataset, ref: str, beam_width: int, weights: Weights = "float32", events: EventActions | None = None, name: str = "model"
+    job: JobContext,
+    dataset: Dataset,
+    ref: str,
+    beam_width: int,
+    weights: Weights = "float32",
+    events: EventActions | None = None,
+    name: str = "model",
+    least_known: float = 1.0,
 ) -> tuple[str, Ranker]:
-    """A stored model as a ranker of the data set's items, and its name; ``weights`` is the form that a generator's layers are kept in.
-
-    ``name`` is the input that it came as: the live model has a catalog of its own.
+    """A stored model as a ranker of the data set's items, of which it must know the share ``least_known``, and its name; ``weights`` is the form that a
+    generator's layers are kept in, ``name`` the input that it came as.
     """
     folder, card = job.store.get(ref), card_of(job, ref)
     if card["model_type"] == "sasrec":
         items = json.loads((folder / "items.json").read_text())
-        rows = rows_of(dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set")
+        rows = rows_of(
+            dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set", least_known
+        )
         return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(device()), rows, card["max_items"])
     if card["model_type"] == "retriever":
         known = TableSnapshot.load(job.store.get, ref)
-        rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set")
+        rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set", least_known)
         retriever = Retriever.from_pretrained(folder).to(device())
         actions = None if events is None else events.among(retriever.config.actions)
         return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"], model_actions=actions)
-    catalog_ref = job.spec.inputs.get("live_catalog" if name == "live" else "catalog") or card["catalog"]
+    catalog_ref = _catalog_of(job, name, ref)
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
-    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", TOKENIZE_AGAIN)
+    rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", TOKENIZE_AGAIN, least_known)
     model = shorten(Generator.from_pretrained(folder).to(device()), weights, time.perf_counter)
     actions = None if events is None else events.among(model.config.merger.actions)
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width, actions)

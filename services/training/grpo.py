@@ -85,3 +85,28 @@ def policy_loss(log_probs_BGL: Tensor, before_BGL: Tensor | None, advantages: Ad
 def mean_over_rollouts(values_BGL: Tensor, present_BG: Tensor) -> Tensor:
     """Sum over codes, mean over rollouts that are there."""
     return (values_BGL.sum(2) * present_BG).sum() / present_BG.sum().clamp_min(1)
+
+
+def policy_weights(log_probs_BGL: Tensor, present_BG: Tensor, beams: int, distinct: bool) -> Tensor:
+    """Weights with which the rollouts of a group stand for the policy: what they give a value in sum is right in expectation over the draws, 1 in sum.
+
+    A group is beams, which nobody drew, and draws; drawn without replacement each comes from what was left. So a draw stands for the mass that was left, and what lies before it for
+    its own, and the mean of that over all draws is taken; with replacement the draws alone speak. Without any draw the beams stand for themselves, each by its mass.
+    Shapes: ``log_probs_BGL`` of the policy that drew, beams first and draws in their order.
+    Source: Des Raj, Some estimators in sampling with varying probabilities without replacement, 1956.
+    """
+    mass_BG = log_probs_BGL.detach().double().sum(2).exp() * present_BG
+    drawn_BG = present_BG & (torch.arange(present_BG.shape[1], device=present_BG.device) >= beams)
+    many_B1 = drawn_BG.sum(1, keepdim=True).double()
+    if distinct:
+        before_BG = mass_BG.cumsum(1) - mass_BG
+        after_BG = many_B1 - drawn_BG.cumsum(1)
+        weights_BG = (mass_BG * after_BG + (1 - before_BG).clamp_min(0) * drawn_BG) / many_B1.clamp_min(1)
+    else:
+        weights_BG = drawn_BG / many_B1.clamp_min(1)
+    return torch.where(many_B1 > 0, weights_BG, mass_BG / mass_BG.sum(1, keepdim=True).clamp_min(1e-12)) * present_BG
+
+
+def policy_mean(values_BG: Tensor, weights_BG: Tensor) -> Tensor:
+    """Mean over groups of what the policy's rollouts are expected to have; groups without any are left out."""
+    return (values_BG * weights_BG).sum() / (weights_BG.sum(1) > 0).sum().clamp_min(1)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from semantide.services.training.alignment_guard import Standing
 from semantide.services.training.evaluate import Case
+from semantide.services.training.prompt_share import PromptShare
 from semantide.services.training.rankers import Ranker
 from semantide.shared.metrics import RankingMetrics
 
@@ -53,8 +54,10 @@ class HeldOutTest:
         exclude_seen: bool,
         judge: Callable[[], Judged],
         tick: Callable[[int, int], None] = lambda done, total: None,
+        share: PromptShare | None = None,
     ) -> None:
-        self._ranker, self._exclude_seen, self._judge, self._tick = ranker, exclude_seen, judge, tick
+        """Each rank of a ``share`` ranks for its own users; what comes out is the same on all of them."""
+        self._ranker, self._exclude_seen, self._judge, self._tick, self._share = ranker, exclude_seen, judge, tick, share or PromptShare()
         # Histories of one length share a batch, so that attention sees dense blocks.
         self._cases = sorted(cases, key=lambda case: len(case.history))
         self._percentile_N = popularity_percentiles(counts_N)
@@ -62,19 +65,21 @@ class HeldOutTest:
     def run(self) -> HeldOut:
         """Test the model as it is."""
         judged = self._judge()  # first: a reward model that does not belong here is refused before the long part
-        metrics, hits, shares = RankingMetrics(KS, len(self._percentile_N)), [], []
-        for begin in range(0, len(self._cases), _TOGETHER):
-            batch = self._cases[begin : begin + _TOGETHER]
+        own = self._share.own(self._cases)
+        ranked = [np.zeros((0, max(KS)), dtype=np.int64)]
+        for begin in range(0, len(own), _TOGETHER):
+            batch = own[begin : begin + _TOGETHER]
             told = [case.times for case in batch], [case.actions for case in batch]
-            lists = self._ranker.rank([case.history for case in batch], max(KS), self._exclude_seen, *told)
-            metrics.add(lists, [case.targets for case in batch])
-            hits += [bool(np.isin(row[row >= 0], case.targets).any()) for row, case in zip(lists, batch, strict=True)]
-            top = lists[:, : KS[0]]
-            shares.append(self._percentile_N[top[top >= 0]])
-            self._tick(begin + len(batch), len(self._cases))
+            ranked.append(self._ranker.rank([case.history for case in batch], max(KS), self._exclude_seen, *told))
+            self._tick(begin + len(batch), len(own))
+        lists = self._share.joined(np.concatenate(ranked))
+        metrics = RankingMetrics(KS, len(self._percentile_N))
+        metrics.add(lists, [case.targets for case in self._cases])
+        hits = [bool(np.isin(row[row >= 0], case.targets).any()) for row, case in zip(lists, self._cases, strict=True)]
+        top = lists[:, : KS[0]]
         result = metrics.result()
         figures = {f"{name}@{k}": result.get(f"{name}@{k}", 0.0) for name in ("hr", "ndcg", "coverage") for k in KS}
-        figures["popularity"] = float(np.concatenate(shares).mean()) if shares else 0.0
+        figures["popularity"] = float(self._percentile_N[top[top >= 0]].mean()) if (top >= 0).any() else 0.0
         figures |= {"reward": float(judged.reward_V.mean()), "gate_rate": judged.gate_rate, "invalid_share": judged.invalid_share}
         if judged.judge_V is not None:
             figures["judge"] = float(judged.judge_V.mean())

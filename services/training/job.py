@@ -59,7 +59,7 @@ def run(job: JobContext) -> JobOutcome:
     keep_freed_memory()
     try:
         if job.spec.kind == "align":
-            return align(job, processes=int(os.environ.get("WORLD_SIZE") or 1))
+            return _together(job, lambda world, heartbeat: align(job, ranks=world, beat=heartbeat.beat if heartbeat is not None else lambda: None))
         return train(job) if job.spec.kind == "train" else evaluate_models(job)
     except ValueError as error:
         raise BadData(f"job {job.id}: {error}") from error
@@ -72,17 +72,23 @@ def train(job: JobContext) -> JobOutcome:
     """
     changes = dict(job.spec.config)
     promote = promotion_of(changes)
-    processes = _processes(changes.pop("processes", job.settings.training_processes))
+    changes.pop("processes", None)
     config = recipe(job.spec.recipe or "small", changes)
-    if promote == "if-not-worse" and config.model_type != "generator":
-        raise BadData(f"config promote is 'if-not-worse' for a {config.model_type}: only generators are judged before they go live; give true or false")
-    if processes > 1 and config.epochs and "RANK" not in os.environ:
+    if promote == "if-not-worse" and config.model_type == "sasrec":
+        raise BadData("config promote is 'if-not-worse' for a sasrec: only generators and retrievers go live; give false")
+    return _together(job, lambda world, heartbeat: _train(job, config, promote, world, heartbeat), alone=not config.epochs)
+
+
+def _together(job: JobContext, work: Callable[[World, Heartbeat | None], JobOutcome], alone: bool = False) -> JobOutcome:
+    """Let as many processes do it as the config's ``processes`` says, or this one ``alone``; each calls ``work`` with the world and its signs of life."""
+    processes = _processes(job.spec.config.get("processes", job.settings.training_processes))
+    if processes > 1 and not alone and "RANK" not in os.environ:
         return _by_ranks(job, processes)
     # Longer than the watch waits: it knows which rank hangs.
     world = World.join(timeout_seconds=job.settings.training_timeout_seconds + _PATIENCE_SECONDS, clock=time.monotonic)
     heartbeat = Heartbeat(beats_folder(job.workdir, int(os.environ.get("GROUP_RANK") or 0)), world.rank) if world.size > 1 else None
     try:
-        return _train(job, config, promote, world, heartbeat)
+        return work(world, heartbeat)
     finally:
         if heartbeat is not None:
             heartbeat.close()

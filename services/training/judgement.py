@@ -7,7 +7,7 @@ deployment allows. Too few users make the bound low: what cannot be shown is not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from semantide.shared.paired import Floats, difference
@@ -23,6 +23,10 @@ class Judgement:
     reason: str = ""
     cases: int = 0
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def noting(self, words: str) -> Judgement:
+        """With something to know beside the reason."""
+        return replace(self, reason="; ".join(filter(None, [self.reason, words])))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

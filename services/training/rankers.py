@@ -1,4 +1,6 @@
-"""Rankings of the data set's items after a history, by each kind of model; all of them rank every item.
+"""Rankings of the data set's items after a history, by each kind of model; all of them rank every item that they know.
+
+An item that a model lacks (row -1) is never among its lists, and of histories it is left out, as in serving.
 
 Legend: R requests, n length of a list, N items of the data set.
 """
@@ -6,6 +8,7 @@ Legend: R requests, n length of a list, N items of the data set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +39,9 @@ _HISTORIES, _ITEMS = 64, 1 << 14  # at a time: histories that the retriever read
 class Ranker(Protocol):
     """Ranks items after each history."""
 
+    num_unknown: int
+    """Items of the data set that it does not know."""
+
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """Rows of the n best items of each history [R, n], best first, -1 where a list ends early.
 
@@ -45,11 +51,33 @@ class Ranker(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What a model is told of one history: its own rows of the items that it knows, and when and what each was."""
+
+    rows: IntArray
+    times: Rows | None
+    actions: Rows | None
+
+    @classmethod
+    def of(cls, rows_N: IntArray, history: Rows, times: Rows | None, actions: Rows | None) -> _Told:
+        """Leave out what the model does not know."""
+        rows = rows_N[np.asarray(history, dtype=np.int64)]
+        known = rows >= 0
+        if known.all():
+            return cls(rows, times, actions)
+        return cls(rows[known], None if times is None else np.asarray(times)[known], None if actions is None else np.asarray(actions)[known])
+
+
+def _told(rows_N: IntArray, histories: Sequence[Rows], times: Sequence[Rows | None], actions: Sequence[Rows | None]) -> list[_Told]:
+    return [_Told.of(rows_N, history, *(each[place] if place < len(each) else None for each in (times, actions))) for place, history in enumerate(histories)]
+
+
 class PopularityRanker:
     """The same list for everybody, less what each has seen."""
 
     def __init__(self, popularity: Popularity) -> None:
-        self._ranking = popularity.ranking()
+        self._ranking, self.num_unknown = popularity.ranking(), 0
 
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
@@ -72,13 +100,16 @@ class SASRecRanker:
         self._device = model.items.weight.device
         self._rows = model_rows
         self._rows_N = torch.from_numpy(model_rows).to(self._device)
+        self.num_unknown = int((model_rows < 0).sum())
 
     @torch.inference_mode()
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``."""
-        packed = Jagged.from_sequences(np.concatenate([[-1], self._rows[history[-self._max_items :]]]) for history in histories).to(self._device)
+        known = _told(self._rows, histories, (), ())
+        packed = Jagged.from_sequences(np.concatenate([[-1], told.rows[-self._max_items :]]) for told in known).to(self._device)
         hidden_RD = self._model.eval()(packed.values, packed.offsets_B1)[packed.last_rows_B()]
-        return _best(self._model.logits(hidden_RD)[:, self._rows_N].float(), histories, n, exclude_seen)
+        scores_RN = self._model.logits(hidden_RD)[:, self._rows_N.clamp_min(0)].float()
+        return _best(scores_RN.masked_fill(self._rows_N < 0, -torch.inf), histories, n, exclude_seen)
 
 
 class RetrieverRanker:
@@ -101,6 +132,7 @@ class RetrieverRanker:
     ) -> None:
         self._model, self._read, self._max_items = model, read, min(max_items, model.config.max_items)
         self._rows, self._actions, self._agree, self._beat = model_rows, model_actions, agree, beat
+        self.num_unknown = int((model_rows < 0).sum())
 
     @torch.inference_mode()
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
@@ -111,7 +143,9 @@ class RetrieverRanker:
         for begin in range(0, num_items, _ITEMS):
             self._beat()
             items = torch.from_numpy(self._rows[begin : begin + _ITEMS])
-            scores_RV = (states_RD @ model.scored(self._read(items).to(states_RD.device)).T).float() / model.temperature
+            scores_RV = (states_RD @ model.scored(self._read(items.clamp_min(0)).to(states_RD.device)).T).float() / model.temperature
+            if self.num_unknown:
+                scores_RV = scores_RV.masked_fill((items < 0).to(scores_RV.device), -torch.inf)
             if exclude_seen:
                 for request, history in enumerate(histories):
                     seen = np.asarray(history, dtype=np.int64) - begin
@@ -128,9 +162,9 @@ class RetrieverRanker:
         parts = []
         for part in range(self._agree(-(-len(histories) // _HISTORIES))):
             some = slice(part * _HISTORIES, (part + 1) * _HISTORIES)
-            rows = [self._rows[history] for history in histories[some]]
-            done = [None if own is None or self._actions is None else self._actions[own] for own in actions[some]]
-            parts.append(states(self._model, rows, times[some], self._read, self._max_items, done))
+            known = _told(self._rows, histories[some], times[some], actions[some])
+            done = [None if told.actions is None or self._actions is None else self._actions[told.actions] for told in known]
+            parts.append(states(self._model, [told.rows for told in known], [told.times for told in known], self._read, self._max_items, done))
             self._beat()
         return torch.cat(parts) if parts else torch.zeros(0, self._model.config.hidden_size, device=self._model.begin.device)
 
@@ -163,14 +197,15 @@ class GeneratorRanker:
         self._catalog_rows, self._item_of = catalog_rows, inverse(catalog_rows, len(codes))
         self._mask = self._trie.prefix_counts(self._item_of >= 0)
         self._everything = bool((self._item_of >= 0).all())
+        self.num_unknown = int((catalog_rows < 0).sum())
 
     def rank(self, histories: Sequence[Rows], n: int, exclude_seen: bool, times: Sequence[Rows | None] = (), actions: Sequence[Rows | None] = ()) -> IntArray:
         """See ``Ranker``; the search keeps at least n beams. Of a long history the model reads what serving has it read."""
-        rows_R = [self._catalog_rows[np.asarray(history, dtype=np.int64)] for history in histories]
-        prompts = Jagged.from_sequences(self._prompts(rows_R, times, actions))
+        known = _told(self._catalog_rows, histories, times, actions)
+        prompts = Jagged.from_sequences(map(self._prompt, known))
         node_filter = None
         if exclude_seen or not self._everything:
-            seen: list[IntArray | list[int]] = [rows if exclude_seen else [] for rows in rows_R]
+            seen: list[IntArray | list[int]] = [told.rows if exclude_seen else [] for told in known]
             node_filter = ItemFilter.build(self._trie, [self._mask], [0] * len(histories), seen)
         self._decoder.generator.eval()
         prompts = prompts.to(self._device)
@@ -180,16 +215,11 @@ class GeneratorRanker:
         lists[:, : rows.shape[1]] = np.where(rows >= 0, self._item_of[rows], -1)
         return lists
 
-    def _prompts(self, rows_R: Sequence[IntArray], times: Sequence[Rows | None], actions: Sequence[Rows | None]) -> list[IntArray]:
-        spelled = []
-        for request, rows in enumerate(rows_R):
-            window = history_window(rows, self._max_items)
-            moments, done = (each[request] if request < len(each) else None for each in (times, actions))
-            spelled.append(
-                self._spelling.prompt(
-                    window,
-                    None if done is None or self._actions is None else self._actions[done[len(rows) - len(window) :]],
-                    None if moments is None else moments[len(rows) - len(window) :],
-                )
-            )
-        return spelled
+    def _prompt(self, told: _Told) -> IntArray:
+        window = history_window(told.rows, self._max_items)
+        first = len(told.rows) - len(window)
+        return self._spelling.prompt(
+            window,
+            None if told.actions is None or self._actions is None else self._actions[told.actions[first:]],
+            None if told.times is None else told.times[first:],
+        )

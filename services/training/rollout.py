@@ -1,7 +1,7 @@
 """Rollouts of an alignment: which prompts a step has, what the policy draws for them, and what the reward model says.
 
 A step's prompts and its noise are functions of seed and step, so a run that goes on from a checkpoint draws what it would have drawn.
-Legend: P places of all training histories, R prompts of a step, G rollouts of a prompt, L levels, N items of the data set.
+Legend: P places of all training histories, S their known positives, R prompts of a step, G rollouts of a prompt, L levels, N items of the data set.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.prompt_cache import history_window
 from semantide.shared.models.prompt_spelling import PromptSpelling
+from semantide.shared.pages import CLICKED, Pages
 from semantide.shared.rollouts import Rollouts, Scorer, Scores, rollouts_of
 
 IntArray = npt.NDArray[np.int64]
@@ -62,33 +63,77 @@ class ScoredHere:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One history as a rollout begins after it; ``end`` is how many of the user's events it has."""
+    """One history as a rollout begins after it; ``end`` is how many of the user's events it has, ``known`` the data set's rows of its known positives."""
 
     user: int
     end: int
+    known: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where rollouts may begin. Shapes: ``users_P``, ``ends_P``; ``offsets_P1`` where each place's positives begin in ``known_S``."""
+
+    users_P: IntArray
+    ends_P: IntArray
+    offsets_P1: IntArray
+    known_S: IntArray
+
+    @classmethod
+    def of_pages(cls, dataset: Dataset, pages: Pages, most: int) -> _Places:
+        """Before each page of the training part that has a positive; of these the strongest ``most``, the first shown where equals are too many."""
+        kept, before_P = pages.training(dataset)
+        page_S = np.repeat(np.arange(len(kept)), np.diff(kept.offsets_P1))
+        order = np.lexsort((-kept.intensities_S, page_S))
+        order = order[(kept.answers()[order] >= CLICKED) & (before_P[page_S[order]] > 0)]
+        page_S, items_S = page_S[order], kept.items_S[order]
+        places, first, page_of = np.unique(page_S, return_index=True, return_inverse=True)
+        taken = np.arange(len(page_S)) - first[page_of] < most
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(page_of[taken], minlength=len(places)))])
+        return cls(kept.users_P[places], before_P[places], offsets.astype(np.int64), items_S[taken])
+
+    @classmethod
+    def of_events(cls, dataset: Dataset, many: int) -> _Places:
+        """Before each training event but a user's first; ``many`` of the next ones are known."""
+        lengths = np.maximum(dataset.train_end.astype(np.int64) - 1, 0)
+        users = np.repeat(np.arange(len(lengths)), lengths)
+        ends = np.arange(len(users)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + 1
+        known = np.minimum(many, dataset.train_end[users] - ends)
+        offsets = np.concatenate([[0], np.cumsum(known)]).astype(np.int64)
+        events = np.arange(offsets[-1]) + np.repeat(dataset.offsets[users] + ends - offsets[:-1], known)
+        return cls(users, ends, offsets, dataset.items[events].astype(np.int64))
 
 
 class Prompts:
-    """Places of training histories, an epoch of them in a drawn order, then the next."""
+    """Places of training histories, an epoch of them in a drawn order, then the next.
 
-    def __init__(self, dataset: Dataset, config: AlignConfig, seed: int) -> None:
+    With pages a place is that before one of them, and what was ordered or clicked on it is known to be right; without, that before any event, and the next ones are.
+    """
+
+    def __init__(self, dataset: Dataset, config: AlignConfig, seed: int, pages: Pages | None = None) -> None:
         """Raises: BadData for a data set without two training events of any user."""
-        ends = np.maximum(dataset.train_end.astype(np.int64) - 1, 0)
-        self._users_P = np.repeat(np.arange(len(ends)), ends)
-        self._ends_P = np.arange(len(self._users_P)) - np.repeat(np.cumsum(ends) - ends, ends) + 1
-        if not len(self._users_P):
+        self._places = _Places.of_events(dataset, config.positives)
+        if pages is not None and config.page_positives:
+            of_pages = _Places.of_pages(dataset, pages, config.page_positives)
+            # Where everything came on one page of its user, there is no history before any.
+            self._places = of_pages if len(of_pages.users_P) else self._places
+        if not len(self):
             raise BadData("no user of the data set has two training events, so nothing is known to come after any history: import more data")
         self._many, self._seed = config.prompts, seed
         self._order = lru_cache(maxsize=2)(self._drawn)
 
     def __len__(self) -> int:
-        return len(self._users_P)
+        return len(self._places.users_P)
 
     def at(self, step: int) -> list[Prompt]:
         """The prompts of a step."""
         numbers = step * self._many + np.arange(self._many)
-        places = [int(self._order(int(number) // len(self))[int(number) % len(self)]) for number in numbers]
-        return [Prompt(int(self._users_P[place]), int(self._ends_P[place])) for place in places]
+        return [self._prompt(int(self._order(int(number) // len(self))[int(number) % len(self)])) for number in numbers]
+
+    def _prompt(self, place: int) -> Prompt:
+        places = self._places
+        known = places.known_S[places.offsets_P1[place] : places.offsets_P1[place + 1]]
+        return Prompt(int(places.users_P[place]), int(places.ends_P[place]), tuple(known.tolist()))
 
     def _drawn(self, epoch: int) -> IntArray:
         return np.random.default_rng([self._seed, 11, epoch]).permutation(len(self))
@@ -169,13 +214,8 @@ class Rollouter:
         return ItemFilter.build(self._trie, [self._mask], [0] * len(prompts), seen)
 
     def positives(self, prompts: Sequence[Prompt]) -> list[IntArray]:
-        """Catalog rows of what is known to have come next, each once."""
-        many = self._config.positives
-        ahead = []
-        for prompt in prompts:
-            last = min(prompt.end + many, int(self._dataset.train_end[prompt.user]))
-            ahead.append(np.unique(self._catalog_rows[self._dataset.history(prompt.user)[prompt.end : last]]))
-        return ahead
+        """Catalog rows of what is known to be right, each once."""
+        return [np.unique(self._catalog_rows[np.array(prompt.known, dtype=np.int64)]) for prompt in prompts]
 
     def _history(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         return self._dataset.history(prompt.user)[: prompt.end]
@@ -211,6 +251,6 @@ def checked(scores: Scores, rollouts: Rollouts, reward: str) -> Scores:
     return scores
 
 
-def noise_of(seed: int, purpose: int, step: int) -> torch.Generator:
-    """Random numbers of one step and purpose."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, purpose, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+def noise_of(seed: int, purpose: int, step: int, place: Sequence[int] = ()) -> torch.Generator:
+    """Random numbers of one step and purpose, and of one ``place`` among ranks that share it."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, purpose, step, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1)))

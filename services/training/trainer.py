@@ -113,7 +113,7 @@ class Trainer:
         self._meter = meter
         self._device = self._parameters[0].device
         self._saved_at = 0.0
-        self._computed = 0.0
+        self._computed, self._untold_tokens = 0.0, 0
         self._loading = self._world.channel()
         self._checkpoints = Checkpoints(checkpoints, self._world)
         self._deals = self._weights.deals()
@@ -199,6 +199,7 @@ class Trainer:
                 flight = pipeline.take()
                 parts, stop, save = self._train_on(flight, rate, cancelled is not None)
             tokens += flight.share.num_items * self.objective.tokens_per_item
+            self._untold_tokens += flight.share.num_items * self.objective.tokens_per_item
             if self._meter is not None:
                 self._meter.add(flight.share.batch.items.lengths_B, flight.share.batch.targets)
             pipeline.give_back(flight, (config.table_rate or config.learning_rate) * rate)
@@ -206,7 +207,7 @@ class Trainer:
             state.step += 1
             if state.step % config.log_every == 0:
                 seconds = max(clock() - mark, 1e-9)
-                values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens_per_second": tokens / seconds}
+                values = {"loss": state.losses[-1], "lr": config.learning_rate * rate, "tokens": self._told_tokens(), "tokens_per_second": tokens / seconds}
                 values |= self._occupancy.report(seconds)
                 if self._world.size > 1:
                     self.listener.step_seconds(self._computed / (state.step - steps))
@@ -309,12 +310,19 @@ class Trainer:
                 if figures["ndcg@10"] > state.best:
                     self._weights.keep()
             state.validations.append({"epoch": state.epoch, "step": state.step, **figures})
-            self.listener.metric(state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch})
+            self.listener.metric(
+                state.step, {f"valid_{name}": value for name, value in figures.items()} | {"epoch": state.epoch, "tokens": self._told_tokens()}
+            )
             if figures["ndcg@10"] > state.best:
                 state.best, state.best_epoch, state.waited = figures["ndcg@10"], state.epoch, 0
             else:
                 state.waited += 1
         state.finished = last or state.waited >= config.patience
+
+    def _told_tokens(self) -> float:
+        """Tokens that this process trained on since they were last told."""
+        told, self._untold_tokens = float(self._untold_tokens), 0
+        return told
 
     def _publish(self, publication: Publication) -> None:
         self._weights.settle()

@@ -26,6 +26,7 @@ from semantide.shared.models.linear_map import FloatArray, LinearMap, unit_rows
 from semantide.shared.models.minilm import MiniLM
 from semantide.shared.models.residual_codes import IntArray, ResidualCodes
 from semantide.shared.models.text_features import TextFeatures, plain_text
+from semantide.shared.stored_files import CATALOG_AGAIN, whole
 
 Content = Literal["auto", "embedding", "text", "minilm"]
 Tick = Callable[[str, float, float], None]  # stage, done, total
@@ -250,17 +251,21 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read what ``save`` wrote."""
-        header = json.loads((folder / "tokenizer.json").read_text())
-        tensors = load_file(folder / "tokenizer.safetensors")
-        config = TokenizerConfig(**{**header["config"], "level_sizes": tuple(header["config"]["level_sizes"])})
+        """Read what ``save`` wrote.
 
-        def linear(name: str) -> LinearMap | None:
-            return LinearMap(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) if f"{name}.weight" in tensors else None
+        Raises: Corrupt.
+        """
+        with whole(folder, "tokenizer", CATALOG_AGAIN):
+            header = json.loads((folder / "tokenizer.json").read_text())
+            tensors = load_file(folder / "tokenizer.safetensors")
+            config = TokenizerConfig(**{**header["config"], "level_sizes": tuple(header["config"]["level_sizes"])})
 
-        text = TextFeatures(config.hash_bits, tensors["text.buckets"], tensors["text.idf"], tensors["text.components"]) if "text.idf" in tensors else None
-        codes = ResidualCodes(tuple(tensors[f"codebook.{level}"] for level in range(len(header["level_sizes"]))))
-        return cls(config, header["seed"], header["source"], header["content_width"], codes, text, linear("fallback"), linear("collaborative"))
+            def linear(name: str) -> LinearMap | None:
+                return LinearMap(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) if f"{name}.weight" in tensors else None
+
+            text = TextFeatures(config.hash_bits, tensors["text.buckets"], tensors["text.idf"], tensors["text.components"]) if "text.idf" in tensors else None
+            codes = ResidualCodes(tuple(tensors[f"codebook.{level}"] for level in range(len(header["level_sizes"]))))
+            return cls(config, header["seed"], header["source"], header["content_width"], codes, text, linear("fallback"), linear("collaborative"))
 
 
 def fill_missing(vectors: FloatArray, present: npt.NDArray[np.bool_], table: pa.Table, text: TextFeatures | None, fallback: LinearMap | None) -> FloatArray:

@@ -1,11 +1,18 @@
-"""Alignment: rollouts a second beside Hugging Face's ``generate``, seconds of a step, and what GRPO-SR does to held-out quality, with and without its safeguards.
+"""Alignment: rollouts a second beside Hugging Face's ``generate``, seconds of a step, and what GRPO-SR does to held-out quality, with and without its parts.
 
 speed     64 prompts of equal length x 16 rollouts of the tiny recipe's shape, the same weights; both draw from the same trie-constrained policy with replacement.
-          Hugging Face gets the constraint as a ``prefix_allowed_tokens_fn`` over a dictionary of prefixes. Its rollouts' log-probabilities are compared with ours first.
-step      draw, score, learn: 64 prompts x 16 rollouts, known positives and the divergence from the start included.
-quality   leave-one-out, full ranking, 50 beams, seen items left out, every variant from the same supervised generator: GRPO-SR; and with a reward that knows items
-          but no user, GRPO-SR, without the gate, and without gate and regulariser, where the reward must rise, recall fall, and the guard stop it.
-Usage: python tests/benchmarks/alignment.py [--only speed step quality] [--dataset ml-100k --data u.data | --dataset beauty --data DIR] [--seeds 3] [--quick] [--json]
+          Hugging Face gets the constraint as a ``prefix_allowed_tokens_fn`` over a dictionary of prefixes. Its rollouts' log-probabilities are compared with ours first. Ours are
+          measured at the recipe's way of drawing too (beams and draws without replacement, seen items left out).
+step      draw, score, learn at the recipe's numbers: 64 prompts x 16 rollouts, known positives and the divergence from the start included.
+quality   leave-one-out, full ranking, 50 beams, seen items left out, every arm from the same supervised generator by the same prompts for as many steps:
+            grpo_sr         the recipe
+            supervised      its regulariser alone: no rollout counts
+            no_regulariser, no_gate, no_validity    the recipe without one of its parts
+            items_only, items_only_no_gate, items_only_neither    a reward that knows items but no user: with the recipe, without gate, without gate and regulariser, where the
+                            reward must rise, recall fall, and the guard stop it
+          The data are the simulator's, with reward models of its feedback; with --dataset ml-100k or beauty and --data those of another kind. The first two arms are run with
+          --seeds seeds, the others with --ablation-seeds. One arm and seed takes 2 to 4 minutes of a core.
+Usage: python tests/benchmarks/alignment.py [--only speed step quality] [--arms grpo_sr supervised] [--dataset ml-100k|beauty --data DIR] [--seeds 3] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from alignment_world import IntArray, PopularityTeacher, RankTeacher, World, ease, load, popularity_of, transitions, truncated_svd
+from alignment_world import DATASET, IntArray, PopularityTeacher, World, load, popularity_of
 from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
 
 from semantide.services.training.aligner import Aligner, AlignState
@@ -41,7 +48,7 @@ from semantide.services.training.rollout import Prompts, Rollouter, ScoredHere
 from semantide.services.training.trainer import Listener
 from semantide.shared.dataset import Dataset, Part
 from semantide.shared.decoding.sampling import Sampling, sample_groups
-from semantide.shared.decoding.search_trie import SearchTrie
+from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
@@ -129,10 +136,17 @@ def speed(quick: bool, wrong: list[str]) -> dict[str, dict[str, Any]]:
     gap = abs(float(mine.mean() - said_CL.sum(1).mean())) / float((mine.var() / len(mine) + said_CL.sum(1).var() / len(mine)).sqrt())
     if gap > 5:
         wrong.append(f"mean log-probabilities of the two samples are {gap:.1f} standard errors apart")
-    seconds = alternate({"ours": ours, "generate": theirs}, runs)
+    chosen = align_recipe("grpo-sr").sampling
+    rules = ItemFilter.build(shop.trie, [shop.trie.prefix_counts(np.ones(len(shop.trie), np.bool_))], [0] * prompts, histories)
+
+    def by_recipe() -> Any:
+        return sample_groups(decoder, shop.trie, packed.values, packed.offsets_B1, chosen, noise, node_filter=rules)
+
+    seconds = alternate({"ours": ours, "by_recipe": by_recipe, "generate": theirs}, runs)
     many = prompts * GROUP
     return {
         "rollouts_per_second": {"value": many / seconds["ours"], "unit": "rollouts/s", "better": "higher", "runs": runs},
+        "rollouts_per_second_by_recipe": {"value": prompts * chosen.group / seconds["by_recipe"], "unit": "rollouts/s", "better": "higher", "runs": runs},
         "rollouts_speedup": {
             "value": seconds["generate"] / seconds["ours"], "unit": "ratio", "better": "higher", "baseline": f"transformers generate, {many / seconds['generate']:.0f} rollouts/s",
             "at_least": 10, "aim": 30, "runs": runs,
@@ -154,7 +168,8 @@ def step(quick: bool, wrong: list[str]) -> dict[str, dict[str, Any]]:
     """Seconds of one step."""
     steps = 4 if quick else 12
     shop = Shop.of(8000, (256, 256, 256), 200)
-    config = align_recipe("grpo-sr", {"steps": steps, "prompts": PROMPTS, "group": GROUP, "evaluate_every": steps, "held_out_users": 8, "probes": 4})
+    config = align_recipe("grpo-sr", {"steps": steps, "evaluate_every": steps, "held_out_users": 8, "probes": 4})
+    assert (config.prompts, config.group) == (PROMPTS, GROUP)
     seconds: list[float] = []
 
     def metric(number: int, values: dict[str, float]) -> None:
@@ -188,7 +203,7 @@ def aligned(
     model = copy.deepcopy(generator)
     tokens_NL, rows = model.vocabulary.item_tokens(world.catalog.codes), np.arange(len(world.catalog))
     counts_N = np.bincount(np.concatenate([*world.dataset.train_histories()]), minlength=len(rows))
-    rollouter = Rollouter(model, world.trie, tokens_NL, rows, world.dataset, "benchmark", config, world.max_items)
+    rollouter = Rollouter(model, world.trie, tokens_NL, rows, world.dataset, DATASET, config, world.max_items, world.events)
     source = ScoredHere(reward)
 
     def test(part: Part, users: int) -> Callable[[], HeldOut]:
@@ -201,69 +216,111 @@ def aligned(
     before = final()
     with tempfile.TemporaryDirectory() as scratch:
         state = Aligner(
-            config, model, rollouter, Prompts(world.dataset, config, seed), PolicyTerms(world.trie, torch.from_numpy(tokens_NL), config.temperature), source,
+            config, model, rollouter, Prompts(world.dataset, config, seed, world.pages), PolicyTerms(world.trie, torch.from_numpy(tokens_NL), config.temperature), source,
             test("valid", config.held_out_users), Listener(time.monotonic, metric=metric), Path(scratch), seed=seed, popularity_N=popularity_of(world.dataset), checkpoint_seconds=1e9,
         ).run()  # fmt: skip
     return state, before, final()
 
 
+@dataclass(frozen=True)
+class Arm:
+    """One way to align; ``items_only``: by a reward that knows no user."""
+
+    recipe: str
+    changes: dict[str, Any]
+    items_only: bool = False
+
+
+ARMS = {
+    "grpo_sr": Arm("grpo-sr", {}),
+    "supervised": Arm("grpo-sr", {"least_spread": 1000.0, "constant_steps": 1 << 30}),
+    "no_regulariser": Arm("grpo-sr", {"supervised_weight": 0.0}),
+    "no_gate": Arm("grpo-sr", {"gate": False}),
+    "no_validity": Arm("grpo-sr", {"validity_weight": 0.0}),
+    "items_only": Arm("grpo-sr", {}, True),
+    "items_only_no_gate": Arm("grpo-sr", {"gate": False}, True),
+    "items_only_neither": Arm("grpo", {"gate": False}, True),
+}
+MAIN, STOPPED = ("grpo_sr", "supervised"), ("items_only_no_gate", "items_only_neither")
+
+
 def quality(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every variant over all seeds."""
-    world = World.of(options.dataset, load(options.dataset, options.data, options.quick), options.quick)
+    """Every arm over its seeds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset, folder = load(options.dataset, options.data, Path(scratch), options.quick)
+        return _quality(options, World.of(options.dataset, dataset, options.quick, folder))
+
+
+def _quality(options: argparse.Namespace, world: World) -> dict[str, dict[str, Any]]:
     short: dict[str, Any] = (
-        {"steps": 4, "prompts": 16, "evaluate_every": 2, "held_out_users": 100, "probes": 32} if options.quick else {"held_out_users": 0, "probes": 500}
+        {"steps": 4, "prompts": 16, "evaluate_every": 2, "held_out_users": 100, "probes": 32} if options.quick else {"held_out_users": 0, "probes": 200}
     )
-    gains: dict[str, list[float]] = {}
-    stopped = {"no_gate": 0, "neither": 0}
-    teacher, judge = RankTeacher([ease(world.dataset), transitions(world.dataset)], world.dataset), RankTeacher([truncated_svd(world.dataset)], world.dataset)
-    items_only = PopularityTeacher(popularity_of(world.dataset), teacher)
+    found: dict[str, list[dict[str, float]]] = {}
+    reward, judge = world.rewards(options.quick)
+    items_only = PopularityTeacher(popularity_of(world.dataset), reward)
     for seed in range(1 if options.quick else options.seeds):
         supervised = world.generator(seed)
-        for name, reward, base, changes in (
-            ("grpo_sr", teacher, "grpo-sr", {}),
-            ("items_only", items_only, "grpo-sr", {}),
-            ("no_gate", items_only, "grpo-sr", {"gate": False}),
-            ("neither", items_only, "grpo", {"gate": False, "learning_rate": 5e-4}),
-        ):
-            state, before, after = aligned(world, supervised, align_recipe(base, {**changes, **short}), reward, judge, seed)
-            last, first = state.tests[-1], state.tests[0]
-            sys.stderr.write(
-                f"seed {seed} {name}: step {state.best_step} of {state.step} kept, {state.stopped or 'not stopped'}; test before {before.figures} after {after.figures}\n"
+        for name in options.arms:
+            if seed and name not in MAIN and seed >= options.ablation_seeds:
+                continue
+            arm, begin = ARMS[name], time.monotonic()
+            state, before, after = aligned(
+                world, supervised, align_recipe(arm.recipe, {**arm.changes, **short}), items_only if arm.items_only else reward, judge, seed
             )
-            sys.stderr.write(f"  validation first {first} last {last}\n")
-            gains.setdefault(f"{name}_hr50", []).append(after.figures["hr@50"] / max(before.figures["hr@50"], 1e-9) - 1)
-            gains.setdefault(f"{name}_ndcg50", []).append(after.figures["ndcg@50"] / max(before.figures["ndcg@50"], 1e-9) - 1)
-            gains.setdefault(f"{name}_invalid", []).append(after.figures["invalid_share"] / max(before.figures["invalid_share"], 1e-9) - 1)
-            gains.setdefault(f"{name}_last_reward", []).append(last["reward"] - first["reward"])
-            gains.setdefault(f"{name}_last_hr50", []).append(last["hr@50"] / max(first["hr@50"], 1e-9) - 1)
-            if name in stopped:
-                stopped[name] += bool(state.stopped)
-    runs = len(next(iter(gains.values())))
+            first, last = state.tests[0], state.tests[-1]
+            sys.stderr.write(
+                f"seed {seed} {name}: {time.monotonic() - begin:.0f} s, step {state.best_step} of {state.step} kept, {state.stopped or 'not stopped'}; test before "
+                f"{before.figures} after {after.figures}\n  validation first {first} last {last}\n"
+            )
+            gained = {figure: _gain(before.figures[figure], after.figures[figure]) for figure in ("hr@10", "hr@50", "ndcg@50", "invalid_share")}
+            gained |= {"last_reward": last["reward"] - first["reward"], "last_judge": last["judge"] - first["judge"]}
+            gained |= {"last_hr50": _gain(first["hr@50"], last["hr@50"]), "stopped": float(bool(state.stopped))}
+            found.setdefault(name, []).append(gained)
 
-    def entry(name: str, **more: Any) -> dict[str, Any]:
-        return {"value": statistics.mean(gains[name]), "unit": "share", "better": "higher", "runs": runs, "spread": statistics.pstdev(gains[name]), **more}
+    def entry(name: str, figure: str, baseline: str, **more: Any) -> dict[str, Any]:
+        values = [gained[figure] for gained in found[name]]
+        return {
+            "value": statistics.mean(values),
+            "unit": "share",
+            "better": "higher",
+            "baseline": baseline,
+            "runs": len(values),
+            "spread": statistics.pstdev(values),
+            **more,
+        }
 
-    return {
-        "grpo_sr_hr50_gain": entry("grpo_sr_hr50", baseline="supervised, test users", at_least=0.02, aim=0.05),
-        "grpo_sr_ndcg50_gain": entry("grpo_sr_ndcg50", baseline="supervised, test users"),
-        "grpo_sr_invalid_change": {**entry("grpo_sr_invalid", baseline="supervised, free beams", at_least=-0.4), "better": "lower"},
-        "items_only_hr50_gain": entry("items_only_hr50", baseline="supervised, test users"),
-        **{f"{name}_reward_rise": entry(f"{name}_last_reward", baseline="start, validation") for name in stopped},
-        **{f"{name}_hr50_when_ended": entry(f"{name}_last_hr50", baseline="start, validation") for name in stopped},
-        **{f"{name}_stopped": {"value": count / runs, "unit": "share", "better": "higher", "runs": runs, "at_least": 1} for name, count in stopped.items()},
-    }
+    measures: dict[str, dict[str, Any]] = {}
+    for name in found:
+        measures[f"{name}_hr50_gain"] = entry(name, "hr@50", "supervised, test users", **({"at_least": 0.02, "aim": 0.05} if name == "grpo_sr" else {}))
+        measures[f"{name}_ndcg50_gain"] = entry(name, "ndcg@50", "supervised, test users")
+        measures[f"{name}_invalid_change"] = entry(name, "invalid_share", "supervised, free beams", **({"at_least": -0.4} if name == "grpo_sr" else {})) | {
+            "better": "lower"
+        }
+        measures[f"{name}_reward_rise"] = entry(name, "last_reward", "start, validation")
+        measures[f"{name}_judge_rise"] = entry(name, "last_judge", "start, validation")
+        measures[f"{name}_hr50_when_ended"] = entry(name, "last_hr50", "start, validation")
+        if name in STOPPED:
+            measures[f"{name}_stopped"] = entry(name, "stopped", "the guard", at_least=1)
+    return measures
+
+
+def _gain(before: float, after: float) -> float:
+    """As a share of what was before; 0 where there was and is nothing."""
+    return after / before - 1 if before else float(after > 0)
 
 
 def main() -> int:
     """Run, check, print."""
     parser = arguments_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", choices=("speed", "step", "quality"), default=["speed", "step", "quality"])
-    parser.add_argument("--dataset", choices=("ml-100k", "beauty"), default="ml-100k")
-    parser.add_argument(
-        "--data", type=Path, help="u.data or ml-100k.inter of MovieLens 100K, or the folder of beauty.seq; without it nothing of quality is measured"
-    )
+    parser.add_argument("--dataset", choices=("simulator", "ml-100k", "beauty"), default="simulator")
+    parser.add_argument("--data", type=Path, help="folder of u.data or ml-100k.inter of MovieLens 100K, or of beauty.seq")
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ablation-seeds", type=int, default=1)
     options = parser.parse_args()
+    if options.dataset != "simulator" and options.data is None:
+        parser.error(f"--dataset {options.dataset} is read from files: give --data")
     torch.set_num_threads(options.threads)
     wrong: list[str] = []
     measures: dict[str, dict[str, Any]] = {}
@@ -271,7 +328,7 @@ def main() -> int:
         measures |= speed(options.quick, wrong)
     if "step" in options.only:
         measures |= step(options.quick, wrong)
-    if "quality" in options.only and options.data is not None:
+    if "quality" in options.only:
         measures |= quality(options)
     return finish("alignment", options, measures, wrong)
 

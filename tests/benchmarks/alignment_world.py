@@ -1,29 +1,34 @@
-"""What the benchmark of alignment stands on: public histories, a generator trained on them, and teachers that say what users would prefer.
+"""What the benchmark of alignment stands on: histories, a generator trained on them, and who says what users would prefer.
 
-MovieLens and Amazon have no feedback but what was taken, so preference comes from models of another kind, fitted to the same training part in closed form: the reward from EASE and
-from a linear map of the recent past to what comes next, the judge from a truncated SVD. How far an item is from the top of their rankings is what a rollout is worth.
+The simulator's people leave exposures with all their feedback, so the reward is what a deployment has: a reward model of one half of the users, and that of the other half judges. MovieLens and Amazon have no
+feedback but what was taken, so preference comes from models of another kind there, fitted to the same training part in closed form: the reward from EASE and from a linear map of the
+recent past to what comes next, the judge from a truncated SVD. How far an item is from the top of their rankings is what a rollout is worth.
 Legend: N items, U users, R histories, B groups of G rollouts.
 Source: Steck, Embarrassingly Shallow Autoencoders (WWW 2019); Choi et al., Session-aware Linear Item-Item Models (WWW 2021); Cremonesi et al., PureSVD (RecSys 2010).
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import page_data
 import public_data
+import pyarrow.compute as pc
 import torch
 from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
 
+from semantide.services.reward.building import build as reward_model
+from semantide.services.reward.recipes import recipe as reward_recipe
 from semantide.services.tokenization.spelling import build
 from semantide.services.training.batches import Sampler
 from semantide.services.training.evaluate import cases_of, evaluate
@@ -34,24 +39,35 @@ from semantide.services.training.rankers import GeneratorRanker, Ranker
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.services.training.trainer import Listener, Trainer
 from semantide.shared.catalog import Catalog
+from semantide.shared.config import Settings
 from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.search_trie import SearchTrie
+from semantide.shared.event_actions import EventActions
+from semantide.shared.feedback import Feedback
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.reward_scorer import RewardScorer
 from semantide.shared.models.tokenizer import TokenizerConfig
-from semantide.shared.rollouts import Rollouts, Scores
+from semantide.shared.pages import Pages
+from semantide.shared.rollouts import Rollouts, Scorer, Scores
+from semantide.shared.simulator.log import Simulation
+from semantide.shared.simulator.users import SimulatorConfig
 
 IntArray = npt.NDArray[np.int64]
+DATASET = "the benchmark's"
 Logits = Callable[[list[IntArray]], torch.Tensor]
 """Scores [R, N] of all items after each history."""
 
 _SHAPE = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 128}
+_SMALL = {"generator": {**_SHAPE, "seen_bias": True, "dropout": 0.2, "embedding_dropout": 0.1}, "max_items": 50, "crop": "cover", "items_per_batch": 1024, "learning_rate": 3e-3,
+          "warmup_steps": 50, "evaluate_every": 2, "valid_beam_width": 50}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
+    "simulator": {
+        "tokenizer": TokenizerConfig(level_sizes=(64, 64), content_weight=0.0, window=5),
+        "generator": {**_SMALL, "epochs": 20, "patience": 3, "valid_users": 500},
+    },
     "ml-100k": {
         "tokenizer": TokenizerConfig(level_sizes=(64, 64), content_weight=0.0, window=5),
-        "generator": {
-            "generator": {**_SHAPE, "seen_bias": True, "dropout": 0.2, "embedding_dropout": 0.1}, "max_items": 50, "crop": "cover", "items_per_batch": 1024, "learning_rate": 3e-3,
-            "warmup_steps": 50, "epochs": 40, "patience": 4, "evaluate_every": 2, "valid_users": 0, "valid_beam_width": 50,
-        },
+        "generator": {**_SMALL, "epochs": 40, "patience": 4, "valid_users": 0},
     },
     "beauty": {
         "tokenizer": TokenizerConfig(level_sizes=(256, 256), content_weight=0.7),
@@ -64,21 +80,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def ml_100k(path: Path, max_users: int | None = None) -> Dataset:
-    """MovieLens 100K from the original ``u.data``, or from the wheel's ``ml-100k.inter``: all ratings by time, ties in the file's order."""
-    with path.open(encoding="latin-1") as stream:
-        rows = [row for row in csv.reader(stream, delimiter="\t") if row and row[0].isdigit()]
-    events: dict[int, list[tuple[int, int]]] = {}
-    for user, item, _, seconds in rows:
-        events.setdefault(int(user), []).append((int(float(seconds)), int(item)))
-    sequences = [[item for _, item in sorted(own, key=lambda event: event[0])] for _, own in sorted(events.items())][:max_users]
-    row_of = {item: row for row, item in enumerate(sorted({item for sequence in sequences for item in sequence}))}
-    return public_data.leave_one_out([[row_of[item] for item in sequence] for sequence in sequences], {"item": [str(item) for item in row_of]})
+def ml_100k(path: Path, folder: Path, max_users: int | None = None) -> Path:
+    """MovieLens 100K from the folder of ``u.data``, or of the wheel's ``ml-100k.inter``: all ratings by time; what was rated within one second was one page."""
+    ratings, films = page_data.movielens_100k(path if path.is_dir() else path.parent)
+    if max_users is not None:
+        ratings = ratings.filter(pc.is_in(ratings["user"], pc.unique(ratings["user"]).slice(0, max_users)))
+    return page_data.written((ratings, films), folder, split="leave-one-out")
 
 
-def load(name: str, path: Path, quick: bool) -> Dataset:
-    """A data set by its name."""
-    return ml_100k(path, 150 if quick else None) if name == "ml-100k" else public_data.beauty(path, 1500 if quick else None)
+def simulated(folder: Path, quick: bool) -> Path:
+    """The log of a simulated world as a data set: the last click of each user is the test."""
+    world = SimulatorConfig(users=150, items=120, topics=8, sessions=4) if quick else SimulatorConfig(users=1500, items=800)
+    return page_data.written(page_data.simulated(Simulation(world)), folder, split="leave-one-out")
+
+
+def load(name: str, path: Path | None, scratch: Path, quick: bool) -> tuple[Dataset, Path | None]:
+    """A data set by its name, and its folder where it has one."""
+    if name == "beauty":
+        assert path is not None
+        return public_data.beauty(path, 1500 if quick else None), None
+    assert path is not None or name == "simulator"
+    folder = simulated(scratch, quick) if path is None or name == "simulator" else ml_100k(path, scratch, 150 if quick else None)
+    return Dataset.load(folder), folder
 
 
 @dataclass(frozen=True)
@@ -91,15 +114,42 @@ class World:
     trie: SearchTrie
     configs: dict[str, TrainConfig]
     codebooks: list[Any]
+    folder: Path | None = None
 
     @classmethod
-    def of(cls, name: str, dataset: Dataset, quick: bool) -> World:
-        """Spell the items."""
+    def of(cls, name: str, dataset: Dataset, quick: bool, folder: Path | None = None) -> World:
+        """Spell the items; ``folder`` has the data set's files, where there are any."""
         settings = SETTINGS[name]
         short: dict[str, Any] = {"epochs": 3, "valid_users": 100, "evaluate_every": 1} if quick else {}
         configs = {"generator": recipe("tiny", {**settings["generator"], **short})}
         spelled = build(dataset, replace(settings["tokenizer"], iterations=5) if quick else settings["tokenizer"], seed=0)
-        return cls(name, dataset, spelled.catalog, SearchTrie.build(spelled.catalog.trie), configs, list(spelled.tokenizer.codes.codebooks))
+        return cls(name, dataset, spelled.catalog, SearchTrie.build(spelled.catalog.trie), configs, list(spelled.tokenizer.codes.codebooks), folder)
+
+    @cached_property
+    def pages(self) -> Pages | None:
+        """What users saw together, where that is known."""
+        return None if self.folder is None else Pages.of(self.dataset, self.folder)
+
+    @cached_property
+    def events(self) -> EventActions | None:
+        """What was done in each event, where that is known."""
+        return None if self.folder is None else EventActions.load(self.folder)
+
+    def rewards(self, quick: bool) -> tuple[Scorer, Scorer]:
+        """Who rewards, and an independent judge."""
+        if self.name != "simulator" or self.folder is None:
+            return RankTeacher([ease(self.dataset), transitions(self.dataset)], self.dataset), RankTeacher([truncated_svd(self.dataset)], self.dataset)
+        reward, judge = (self._reward(self.folder, half, quick) for half in ("even", "odd"))
+        return reward, judge
+
+    def _reward(self, folder: Path, users: str, quick: bool) -> Scorer:
+        begin, config = time.monotonic(), reward_recipe("tiny" if quick else "standard", {"users": users, "epochs": 1 if quick else 6})
+        with tempfile.TemporaryDirectory() as scratch:
+            weights = Settings.model_fields["actions"].default
+            model = reward_model(self.dataset, Feedback.load(folder), EventActions.load(folder), config, weights, 0, Path(scratch))
+        told = {name: (round(found["auc"] or 0, 4), round(found["calibration_error"], 4)) for name, found in model.header["metrics"]["signals"].items()}
+        sys.stderr.write(f"reward model of {users} users: {time.monotonic() - begin:.0f} s, AUC and calibration error {told}\n")
+        return RewardScorer(users, model, DATASET, folder)
 
     @property
     def max_items(self) -> int:
@@ -214,7 +264,7 @@ class RankTeacher:
 class PopularityTeacher:
     """A reward model that knows items and no user, as one trained on clicks alone tends to: preference is how popular an item is. Its gate is that of another model."""
 
-    def __init__(self, popularity_N: npt.NDArray[np.float64], relevance: RankTeacher) -> None:
+    def __init__(self, popularity_N: npt.NDArray[np.float64], relevance: Scorer) -> None:
         self._popularity_N, self._relevance = popularity_N, relevance
 
     def score(self, rollouts: Rollouts) -> Scores:

@@ -87,7 +87,7 @@ def sample(folder: Path) -> Log:
 
 def simulated(simulation: Simulation) -> Log:
     """What the people of a simulated world have done."""
-    return simulation.log().select(["user", "item", "time", "action", "page", "value", "event_id"]), _named(simulation.items().to_pylist())
+    return simulation.log(), _named(simulation.items().to_pylist())
 
 
 def _named(rows: list[dict[str, Any]]) -> pa.Table:

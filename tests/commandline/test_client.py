@@ -12,7 +12,7 @@ from semantide.services.commandline import alignment, experiments, jobs, main, p
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
-from semantide.services.serving.registry import Pair, Registry
+from semantide.services.serving.registry import Candidate, Pair, Registry
 from semantide.services.tokenization import api as tokenization
 from semantide.shared import operations_api
 from semantide.shared.artifacts import ArtifactStore
@@ -94,6 +94,9 @@ def test_an_experiment_without_requests_says_what_to_do(client: Client) -> None:
     assert outcome.exit_code == 0 and "0 requests of 0 users" in outcome.output and "semantide variants set" in outcome.output.replace("\n", " ")
     assert '"variants": []' in invoke("experiment", "--json").output
     assert isinstance(invoke("experiment", "--before-days", "-1").exception, StackError)
+    for wrong in ("nan", "inf", "0", "-1", "1e9"):
+        refused = invoke("experiment", "--days", wrong).exception
+        assert isinstance(refused, ValueError) and "give a number of days" in str(refused)
 
 
 def test_decisions_show_figures_and_a_promotion_asks_for_what_is_there(client: Client, broker: Any) -> None:
@@ -102,7 +105,9 @@ def test_decisions_show_figures_and_a_promotion_asks_for_what_is_there(client: C
     verdict = CandidateJudged(job_id="evaluate-1", model=model, catalog=catalog, against=against, not_worse=False, reason="lost", cases=9, figures=figures)
     registry = Registry(broker)
     registry.promote(Pair(model=against, catalog=catalog), reason="first")
-    registry.judged(Pair(model=model, catalog=catalog), verdict)
+    registry.register(Candidate(model=model, catalog=catalog))
+    registry.judging(model, "evaluate-1")
+    registry.judged(verdict)
     output = invoke("decisions").output
     assert "hold" in output and "hr@50 0.2000 to 0.1000 (-0.1200)" in output and "first" in output
     assert isinstance(invoke("promote", "--model", model, "--if-not-worse").exception, StackError)
@@ -132,7 +137,7 @@ def test_align_takes_the_newest_generator_and_reward_and_shows_what_became_of_th
     figures = {"hr@50": 0.25, "reward": 0.5}
     result = {name: figures for name in ("valid_before", "valid_after", "test_before", "test_after")}
     result |= {"stopped": "step 4: HR@50 fell", "kept_step": 2, "steps": 4, "skipped_groups": 7, "beam_width": 50, "exclude_seen": True}
-    monkeypatch.setattr(alignment, "run_job", lambda *arguments, **options: records.get(job["id"]).model_copy(update={"result": result}))
+    monkeypatch.setattr(alignment, "run_kind", lambda *arguments, **options: records.get(job["id"]).model_copy(update={"result": result}))
     output = " ".join(invoke("align").output.split())
     for text in ("stopped it at step 4: HR@50 fell", "the weights of step 2 of 4 are kept; 7 groups", "items that a user has seen are left out", "0.2500"):
         assert text in output
@@ -275,7 +280,7 @@ def test_a_reward_names_its_inputs_and_shows_what_its_signals_are_worth(
     )
     assert {job["spec"]["config"]["preference"]["click"] for job in jobs} == {1, 2}
     assert "trains nothing" in str(invoke("reward", "--weigh", ref["rewards"], "--dataset", ref["datasets"]).exception)
-    figures = {"rate": 0.4, "auc": None, "calibration_error": 0.01, "calibration": "platt"}
+    figures = {"rate": 0.4, "auc": None, "calibration_error": 0.01, "calibration_error_placed": 0.02, "calibration": "platt"}
     rewards._show({"signals": {"click": figures}, "preference": {"click": 2.0}, "measured_on": "test", "gate": {"positives_pass": 0.95, "others_pass": 0.4}})
     shown = capsys.readouterr().out
     assert "click" in shown and "40.00%" in shown and "95.0%" in shown

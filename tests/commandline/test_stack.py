@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from semantide.services.commandline.main import _config, _wish
+from semantide.services.commandline.overrides import config_of, wish_of
 from semantide.services.commandline.stack import Child, Stack, running_stack, stop_running
 from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
@@ -211,8 +211,8 @@ def test_wrong_use_has_status_2(tmp_path: Path, arguments: list[str]) -> None:
 
 
 def test_a_wrong_option_is_called_by_its_name() -> None:
-    assert _wish(["pods=4", "priority=10"]).pods == 4
+    assert wish_of(["pods=4", "priority=10"]).pods == 4
     with pytest.raises(ValueError, match=r"--cluster 'pods' is not NAME=VALUE: write for example --cluster pods=4"):
-        _wish(["pods"])
+        wish_of(["pods"])
     with pytest.raises(ValueError, match=r"--set 'epochs' is not NAME=VALUE: write for example --set epochs=5"):
-        _config(["epochs"])
+        config_of(["epochs"])

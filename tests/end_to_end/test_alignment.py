@@ -70,7 +70,7 @@ def shop(tmp_path: Path) -> Path:
 
 
 def test_feedback_becomes_a_reward_and_the_reward_an_aligned_generator(
-    broker: Any, settings: Any, make_room: Callable[[str], Room], shop: Path, tmp_path: Path
+    broker: Any, settings: Any, make_room: Callable[[str], Room], shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, queues = ArtifactStore(settings.artifacts_root), RoomInThisProcess(make_room("reward"))
 
@@ -99,6 +99,15 @@ def test_feedback_becomes_a_reward_and_the_reward_an_aligned_generator(
     alone = run_training(job("align", recipe="grpo-sr", config=ALIGN, inputs=inputs))
     assert alone.result["scored_by_room"] == 0 < alone.result["scored_here"]
     assert alone.artifacts == by_room.artifacts, "who scores changes nothing"
+
+    # Two processes share the prompts; one of them stores, and the job has one outcome.
+    for name, value in (("DATA_DIR", settings.data_dir), ("REDIS_URL", settings.redis_url), ("REWARD_WAIT_SECONDS", 0)):
+        monkeypatch.setenv(f"SEMANTIDE_{name}", str(value))
+    together = job("align", recipe="grpo-sr", config={**ALIGN, "steps": 2, "processes": 2}, inputs=inputs)
+    outcome = run_training(together)
+    assert outcome.result["steps"] == 2 and outcome.result["scored_by_room"] == 0 < outcome.result["scored_here"] and store.exists(outcome.artifacts["model"])
+    assert {row["step"] for row in Jobs(broker).metrics(together.id)} == {0, 1, 2}
+    monkeypatch.undo()
 
     # A reward model of other items is refused by name, by the room and without it.
     other = store.put("datasets", write_shop(tmp_path / "other", first_item=1000))

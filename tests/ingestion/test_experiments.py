@@ -62,7 +62,8 @@ def test_a_better_variant_is_found_and_an_equal_one_is_not() -> None:
     assert [one.name for one in better] == ["live", "challenger"]
     assert better[1].rewards["clicks"]["snips"]["lift"]["beyond_noise"] and better[1].rewards["clicks"]["snips"]["lift"]["value"] == pytest.approx(0.4, abs=0.2)
     noise = [report(*world(seed, 150, {"live": 1.0, "challenger": 1.0}), ACTIONS).variants[1] for seed in range(40)]
-    assert np.mean([one.rewards["clicks"]["snips"]["lift"]["beyond_noise"] for one in noise]) < 0.15
+    for kind in ("mean", "ips", "snips", "doubly_robust"):
+        assert np.mean([one.rewards["clicks"][kind]["lift"]["beyond_noise"] for one in noise]) < 0.18
 
 
 def test_orders_and_signals_count_once_an_item() -> None:
@@ -156,7 +157,8 @@ def test_feedback_comes_back_by_request_id_and_is_reported(make_room: Any, broke
             and by_name["live"]["rewards"]["clicks"]["mean"]["value"] == 0
         )
         assert by_name["live"]["exposures"] == 40 and not found["warnings"]
-        assert client.get("/v1/experiments", params={"since": NOW, "until": NOW - 1}).status_code == 422
+        for wrong in ({"since": NOW, "until": NOW - 1}, {"since": -1}, {"until": 10**30}, {"since": -(10**30)}, {"before_days": 10**12}, {"before_days": -1}):
+            assert client.get("/v1/experiments", params=wrong).status_code == 422, wrong  # type: ignore[arg-type]
         assert client.get("/v1/experiments", params={"base": "nobody"}).status_code == 422
         manifest.close()
 

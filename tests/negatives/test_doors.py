@@ -21,13 +21,14 @@ from semantide.shared import queues as queue_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import JobSpec, ModelTrained, NegativesWanted
 from semantide.shared.dataset import Dataset
+from semantide.shared.errands import KEPT_SECONDS, Errands
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, JobCancelled, StoreUnavailable
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.models.retriever import ItemVectors, Retriever
 from semantide.shared.models.retriever_search import ExactSearch
 from semantide.shared.negative_sampling import NegativeMix
-from semantide.shared.negative_shards import NegativeShards, ShardBoard, shard_key
+from semantide.shared.negative_shards import NegativeShards
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 from semantide.shared.queues import queue_name
 from semantide.shared.room import Room
@@ -112,7 +113,7 @@ def test_epochs_are_asked_for_ahead_once_and_taken_away_behind(room: Room, datas
     shards.draw(0, everything)
     assert waiting(room) == 2 * total and len(room.store.list("negatives")) == 2 * total
     shards.draw(1, everything)
-    assert len(room.store.list("negatives")) == total and ShardBoard(room.broker, room.store).waiting() == total
+    assert len(room.store.list("negatives")) == total and Errands(NegativesWanted, room.broker, room.store).waiting() == total
     follower = shards_of(room, wanted, room.send, Clock(), leader=False)
     before = waiting(room)
     assert np.array_equal(follower.draw(1, everything), shards.draw(1, everything))
@@ -122,7 +123,7 @@ def test_epochs_are_asked_for_ahead_once_and_taken_away_behind(room: Room, datas
 def test_a_message_that_comes_twice_draws_once(room: Room, dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     message = NegativesWanted(dataset=dataset, mix={"uniform": 3})
     tasks.draw_shard(message, room)
-    ref = ShardBoard(room.broker, room.store).find(message)
+    ref = Errands(NegativesWanted, room.broker, room.store).find(message)
     with monkeypatch.context() as patched:
         patched.setattr(tasks, "store_shard", lambda *_: pytest.fail("drawn again"))
         tasks.draw_shard(message, room)
@@ -160,19 +161,19 @@ def test_a_run_goes_on_without_the_store_and_what_it_could_not_take_away_is_swep
         for name in ("get", "remove"):
             patched.setattr(ArtifactStore, name, away)
         assert np.array_equal(shards.draw(1, everything), np.concatenate([shards.source.shard(0, 1, number) for number in range(shards.source.num_shards)]))
-    board = ShardBoard(room.broker, room.store)
+    board = Errands(NegativesWanted, room.broker, room.store)
     assert board.waiting() == 2 * shards.source.num_shards
-    assert board.sweep(time.time() + 2 * negative_shards.KEPT_SECONDS) == 2 * shards.source.num_shards and not room.store.list("negatives")
+    assert board.sweep(time.time() + 2 * KEPT_SECONDS) == 2 * shards.source.num_shards and not room.store.list("negatives")
 
 
 def test_what_runs_leave_behind_is_swept_a_day_later(room: Room, dataset: str) -> None:
     message = NegativesWanted(dataset=dataset, mix={"popularity": 2})
     tasks.draw_shard(message, room)
-    board = ShardBoard(room.broker, room.store)
-    assert room.broker.ttl(shard_key(message)) > 0
-    (ref, drawn_at) = room.broker.zrange("semantide:negatives:made", 0, -1, withscores=True)[0]
+    board = Errands(NegativesWanted, room.broker, room.store)
+    assert room.broker.ttl(board.key(message)) > 0
+    (ref, drawn_at) = room.broker.zrange("semantide:errands:NegativesWanted:made", 0, -1, withscores=True)[0]
     assert board.sweep(drawn_at + 60) == 0 and board.waiting() == 1
-    assert board.sweep(drawn_at + negative_shards.KEPT_SECONDS + 1) == 1
+    assert board.sweep(drawn_at + KEPT_SECONDS + 1) == 1
     assert board.waiting() == 0 and not room.store.exists(ref.decode())
 
 

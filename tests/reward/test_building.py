@@ -80,6 +80,21 @@ def test_a_place_takes_the_blame_for_what_is_seen_less(trained: Path) -> None:
     assert effects[0] > effects[1] > effects[3]
 
 
+def test_predictions_come_true_as_they_are_deployed_and_at_every_place(trained: Path) -> None:
+    click = PreferenceModel.load(trained).header["metrics"]["signals"]["click"]
+    assert click["calibration_error"] < 0.12 and click["calibration_error_placed"] < 0.12 and click["auc"] > click["auc_deployed"] > 0.6
+    assert click["places"] == []  # too few exposures of each to tell
+
+
+def test_calibration_is_reported_for_each_place_with_exposures_enough(tmp_path: Path) -> None:
+    folder = write_shop(tmp_path / "shop", num_users=300)
+    click = made(folder, tmp_path / "fitting", recipe("tiny", {"epochs": 2, "test": 0.4})).header["metrics"]["signals"]["click"]
+    tabs = {place["tab"]: place for place in click["places"] if "tab" in place}
+    positions = {place["position"]: place for place in click["places"] if "position" in place}
+    assert set(tabs) == {"home", "search"} and set(positions) == {0, 1, 2, 3} and positions[0]["rate"] > positions[3]["rate"]
+    assert all(place["calibration_error"] < 0.12 and place["exposures"] >= 500 for place in click["places"])
+
+
 def test_one_seed_gives_one_model_and_a_killed_run_goes_on(shop: Path, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
@@ -180,6 +195,32 @@ def test_unlikely_exposures_stand_for_more(tmp_path: Path) -> None:
     assert (examples(dataset, feedback, recipe("tiny", {"debias": "position"})).weights_X == 1).all()
 
 
+def test_propensities_that_nobody_logged_are_estimated_where_that_is_asked_for(tmp_path: Path) -> None:
+    dataset, feedback, _ = read(write_shop(tmp_path / "shop", propensities=True, pages=6))
+    true = feedback.propensities
+    hidden = replace(feedback, propensities=np.full(len(feedback), np.nan, np.float32))
+    assert (examples(dataset, hidden, TINY).weights_X == 1).all()
+    config = recipe("tiny", {"propensities": "estimated"})
+    found = examples(dataset, hidden, config)
+    train, known = found.use_X == TRAIN, ~np.isnan(true)
+    weights = found.weights_X[train]
+    assert weights.mean() == pytest.approx(1, abs=1e-3) and weights.max() <= config.max_weight * 1.5
+    # They follow what the shop knew of its draws, and every item counts about as much as the others.
+    assert np.corrcoef(np.log(found.weights_X[known & train]), -np.log(true[known & train]))[0, 1] > 0.9
+    items = feedback.items[train]
+    shown, weighed = np.bincount(items, minlength=NUM_ITEMS), np.bincount(items, weights, minlength=NUM_ITEMS)
+    assert weighed.std() / weighed.mean() < 0.5 * shown.std() / shown.mean()
+    # What is logged is left as it is.
+    some = np.arange(len(feedback)) % 2 == 0
+    mixed = replace(feedback, propensities=np.where(some, true, np.nan).astype(np.float32))
+    both, plain = examples(dataset, mixed, config), examples(dataset, mixed, TINY)
+    assert np.array_equal(both.weights_X[some], plain.weights_X[some])
+    assert (
+        (plain.weights_X[~some] == 1).all() and both.weights_X[~some & train].std() > 0.1 and both.weights_X[~some & train].mean() == pytest.approx(1, abs=1e-3)
+    )
+    assert (examples(dataset, hidden, recipe("tiny", {"propensities": "estimated", "debias": "position"})).weights_X == 1).all()
+
+
 @pytest.mark.parametrize("how", ["none", "one", "all", "unheard", "rare"])
 def test_feedback_that_nothing_can_be_learned_from_is_refused(shop: Path, tmp_path: Path, how: str) -> None:
     dataset, feedback, events = read(shop)
@@ -228,7 +269,7 @@ def test_items_without_any_description_and_users_without_history_are_judged(tmp_
     ("changes", "words"),
     [
         ({"epoch": 1}, "known are signals"), ({"epochs": 1.5}, "whole number"), ({"signals": "click"}, "give a list"), ({"preference": {"click": "much"}}, "give weights"),
-        ({"debias": "all"}, "give one of position"), ({"gate_quantile": 2}, "number from 0 to 0.99"), ({"held_out": 0.5, "test": 0.5}, "leave nothing to train on"),
+        ({"debias": "all"}, "give one of position"), ({"propensities": "all"}, "give one of logged, estimated"), ({"gate_quantile": 2}, "number from 0 to 0.99"), ({"held_out": 0.5, "test": 0.5}, "leave nothing to train on"),
         ({"dropout": "x"}, "give a number"), ({"layer_sizes": [1.5]}, "give a list"),
     ],
 )  # fmt: skip

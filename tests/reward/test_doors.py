@@ -20,6 +20,7 @@ from semantide.services.reward import api, job, tasks
 from semantide.services.reward.newest_rewards import NewestRewards
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import Interaction, JobSpec, RolloutsToScore
+from semantide.shared.errands import Errands
 from semantide.shared.errors import BadData, Conflict, Corrupt
 from semantide.shared.history import Histories as OnlineHistories
 from semantide.shared.http import build_app
@@ -27,7 +28,7 @@ from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.relevance_gate import RelevanceGate
 from semantide.shared.models.reward_scorer import RewardScorer
-from semantide.shared.rollout_scores import QueuedScorer, ScoreBoard, store_rollouts
+from semantide.shared.rollout_scores import QueuedScorer, store_rollouts
 from semantide.shared.rollouts import Rollouts, Scores, rollouts_of
 from semantide.shared.room import Room
 
@@ -93,10 +94,14 @@ def test_rows_are_matched_by_id_and_later_items_are_known_by_what_they_are(shop:
     pq.write_table(pa.concat_tables([later.cast(table.schema), table.take(order)]), folder / "items.parquet")
     users = pq.read_table(shop / "users.parquet")
     pq.write_table(users.take(np.arange(users.num_rows)[::-1]), folder / "users.parquet")
+    place = np.append(np.argsort(order) + 2, -1)
+    feedback = pq.read_table(shop / "feedback.parquet")
+    for name, rows in (("user", users.num_rows - 1 - feedback["user"].to_numpy()), ("item", place[feedback["item"].to_numpy()])):
+        feedback = feedback.set_column(feedback.column_names.index(name), name, pa.array(rows, pa.int32()))
+    pq.write_table(feedback, folder / "feedback.parquet")
     model = PreferenceModel.load(trained)
     plain, grown = RewardScorer(REWARD, model, "d", shop), RewardScorer(REWARD, model, "g", folder)
     before = some("d")
-    place = np.append(np.argsort(order) + 2, -1)
     users_B = np.where(before.users_B >= 0, users.num_rows - 1 - before.users_B, -1)
     after = Rollouts("g", users_B, before.offsets_B1, place[before.histories_E], before.times_E, before.actions_E, place[before.items_BG], before.actions)
     assert equal(plain.score(before), grown.score(after))
@@ -138,22 +143,24 @@ def test_the_worker_scores_what_a_run_would_score_itself_once(room: Room, datase
             for _ in range(2):
                 tasks.score_rollouts(wanted, room)
 
-    asking = QueuedScorer(reward, room.store, room.broker, sent.append, lambda: here, clock=lambda: time.time() + passed[0], pause=pause, wait_seconds=600)
+    asking = QueuedScorer(
+        reward, "align-1", room.store, room.broker, sent.append, lambda: here, clock=lambda: time.time() + passed[0], pause=pause, wait_seconds=600
+    )
     assert equal(asking.score(some(dataset)), here.score(some(dataset))) and asking.from_room == 1
     assert room.store.list("scores") == []
     # Rollouts of a run that did not wait are no work, and no failure.
     gone = RolloutsToScore(reward=reward, rollouts="rollouts/sha256-" + "0" * 64)
     tasks.score_rollouts(gone, room)
-    assert ScoreBoard(room.broker, room.store).find(gone) is None
+    assert Errands(RolloutsToScore, room.broker, room.store).find(gone) is None
 
 
 def test_a_worker_that_cannot_score_says_so_to_who_waits(room: Room, store: ArtifactStore, reward: str, tmp_path: Path) -> None:
     other = store.put("datasets", write_shop(tmp_path / "other", first_item=1000, pages=1))
-    wanted = RolloutsToScore(reward=reward, rollouts=store_rollouts(some(other), store))
+    wanted = RolloutsToScore(reward=reward, rollouts=store_rollouts(some(other), "align-1", store))
     with pytest.raises(Conflict, match="another catalog"):
         tasks.score_rollouts(wanted, room)
     with pytest.raises(Conflict, match="another catalog"):
-        ScoreBoard(room.broker, room.store).find(wanted)
+        Errands(RolloutsToScore, room.broker, room.store).find(wanted)
 
 
 def context(room: Room, spec: JobSpec) -> JobContext:
@@ -228,7 +235,8 @@ def test_a_user_s_own_history_is_taken_where_none_is_sent(room: Room, client: Te
     online = OnlineHistories(room.broker, 50, 1000)
     online.append(Interaction(user="u", item=item, time=number, action=action) for number, (item, action) in enumerate(events))
     reading = {"positive_intensity": 1.0, "deduplicate": "consecutive"}
-    assert api.events_of(api.ScoredUser(user="u", items=("item-1",)), online, room.settings.actions, reading) == [("item-2", "order"), ("item-6", "click")]
+    (told,) = api.told_of([api.ScoredUser(user="u", items=("item-1",))], online)
+    assert api.events_of(told, room.settings.actions, reading) == [("item-2", "order"), ("item-6", "click")]
     by_user = client.post("/v1/reward/scores", json={"users": [{"user": "u", "items": ["item-10"]}]}).json()
     kept = [{"item": item, "action": action} for item, action in events]
     by_history = client.post("/v1/reward/scores", json={"users": [{"user": "u", "history": kept, "items": ["item-10"]}]}).json()
@@ -248,6 +256,20 @@ def test_a_wrong_request_is_refused(room: Room, client: TestClient, reward: str,
     NewestRewards(room.broker).put(reward, 1)
     answer = client.post("/v1/reward/scores", json=body)
     assert answer.status_code == status and words in json.dumps(answer.json())
+
+
+def test_the_events_of_a_request_are_bounded_those_that_are_stored_included(
+    room: Room, client: TestClient, reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NewestRewards(room.broker).put(reward, 1)
+    monkeypatch.setattr(api, "_MOST_EVENTS", 6)
+    OnlineHistories(room.broker, 50, 1000).append(Interaction(user="u", item=f"item-{number}", time=number, action="click") for number in range(4))
+    sent = [{"item": "item-1"}] * 3
+    answers = [
+        client.post("/v1/reward/scores", json={"users": [{"user": "u", "items": ["item-1"]}, {"history": sent[:most], "items": ["item-1"]}]}) for most in (2, 3)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 422] and "have 7 events" in answers[1].json()["error"]["message"]
+    assert client.post("/v1/reward/scores", content=b" " * (room.settings.max_body_bytes + 1)).status_code == 413
 
 
 def test_the_gate_shuts_out_no_more_positives_than_it_may() -> None:

@@ -37,7 +37,7 @@ def add_retriever(world: World, seed: int = 0, broken: bool = False) -> str:
         torch.nn.init.constant_(model.begin, float("nan"))
     folder = world.folder / f"retriever-{seed}-{broken}"
     model.save_pretrained(folder, torch.randn(len(ITEMS), 16), ITEMS)
-    (folder / "semantide.json").write_text(json.dumps({"model_type": "retriever", "max_items": 20}))
+    (folder / "semantide.json").write_text(json.dumps({"model_type": "retriever", "max_items": 20, "dataset": f"datasets/sha256-{0:064x}"}))
     return world.room.store.put("models", folder)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantide.shared.off_policy import Decisions, Estimate, cascade_weights, doubly_robust, halves, ips, snips
+from semantide.shared.off_policy import Decisions, Estimate, cascade_weights, doubly_robust, halves, ips, lift, snips
 from semantide.shared.paired import Floats
 from semantide.shared.simulator.log import Simulation
 from semantide.shared.simulator.preference import Moment
@@ -141,3 +141,40 @@ def test_what_is_no_chance_is_refused() -> None:
         doubly_robust(Decisions(one, one, one), np.ones(3), one)
     empty = np.zeros(0)
     assert not ips(Decisions(empty, empty, empty)).interval.beyond_noise
+
+
+def of_sides(rng: np.random.Generator, people: int, share: float, reward: float) -> dict[str, list[Estimate]]:
+    """Two equal variants that chance divides people between, each meeting a few requests: estimates of the new one and of the old one, by kind."""
+    side = np.repeat(rng.random(people) < share, 3)
+    groups, rewards = np.repeat(np.arange(people), 3), reward + 0.3 * rng.normal(size=3 * people)
+    found: dict[str, list[Estimate]] = {}
+    for mine in (side, ~side):
+        decisions = Decisions(rewards, np.where(side, share, 1 - share), mine.astype(float), groups)
+        expected = np.full(len(rewards), reward)
+        for name, estimate in (("ips", ips(decisions)), ("snips", snips(decisions)), ("robust", doubly_robust(decisions, expected, expected))):
+            found.setdefault(name, []).append(estimate)
+    return found
+
+
+def test_equal_variants_differ_beyond_noise_once_in_twenty_times() -> None:
+    """However unevenly chance divided the people: what one side has too many of, the other has too few of."""
+    rng = np.random.default_rng(8)
+    beyond: dict[str, list[bool]] = {}
+    for _ in range(400):
+        for name, (new, old) in of_sides(rng, 120, 0.6, 1.0).items():
+            beyond.setdefault(name, []).append(lift(new, old).beyond_noise)
+    assert all(np.mean(found) < 0.09 for found in beyond.values()), {name: np.mean(found) for name, found in beyond.items()}
+
+
+def test_a_lift_has_the_value_of_its_estimates_and_one_person_tells_nothing() -> None:
+    rng = np.random.default_rng(2)
+    for new, old in of_sides(rng, 60, 0.3, 2.0).values():
+        found = lift(new, old)
+        assert found.value == pytest.approx(new.interval.value / old.interval.value - 1) and found.low < found.value < found.high
+        assert new.influences_G.sum() == pytest.approx(0, abs=1e-9)
+    groups = np.array([0, 1, 1, 2, 3])
+    mine = np.array([1.0, 0, 0, 0, 0])
+    one, rest = (snips(Decisions(np.arange(5.0), np.full(5, 0.5), target, groups)) for target in (mine, 1 - mine))
+    assert not np.isfinite(one.interval.high - one.interval.low) and not lift(one, rest).beyond_noise
+    with pytest.raises(ValueError, match="same decisions"):
+        lift(one, snips(Decisions(np.ones(2), np.ones(2), np.ones(2))))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from semantide.shared.contracts import RolloutsToScore
+from semantide.shared.errands import KEPT_SECONDS, Errands
 from semantide.shared.errors import BrokerUnavailable, Conflict
-from semantide.shared.rollout_scores import KEPT_SECONDS, QueuedScorer, ScoreBoard, store_scores
+from semantide.shared.rollout_scores import QueuedScorer, store_scores
 from semantide.shared.rollouts import Rollouts, Scores, rollouts_of
 from semantide.shared.room import Room
 
@@ -57,14 +58,14 @@ def room(make_room: Callable[[str], Room]) -> Room:
     return make_room("reward")
 
 
-def scorer(room: Room, send: Callable[[RolloutsToScore], None], here: Judge, clock: Clock, wait: float = 5) -> QueuedScorer:
-    return QueuedScorer(REWARD, room.store, room.broker, send, lambda: here, clock=clock, pause=clock.pause, wait_seconds=wait)
+def scorer(room: Room, send: Callable[[RolloutsToScore], None], here: Judge, clock: Clock, wait: float = 5, run: str = "align-1") -> QueuedScorer:
+    return QueuedScorer(REWARD, run, room.store, room.broker, send, lambda: here, clock=clock, pause=clock.pause, wait_seconds=wait)
 
 
 def worker(room: Room, judge: Judge) -> Callable[[RolloutsToScore], None]:
     def work(wanted: RolloutsToScore) -> None:
         scores = judge.score(Rollouts.load(room.store.get(wanted.rollouts)))
-        ScoreBoard(room.broker, room.store).put(wanted, store_scores(wanted, scores, room.store), 0.0)
+        Errands(RolloutsToScore, room.broker, room.store).put(wanted, store_scores(wanted, scores, room.store), 0.0)
 
     return work
 
@@ -82,7 +83,7 @@ def test_several_are_asked_for_before_the_first_is_taken_and_nothing_is_left(roo
     for seed in (2, 0, 1):
         assert equal(asking.take(asked[seed]), Judge().score(some(seed)))
     assert (far.asked, here.asked, asking.from_room, asking.scored_here) == (3, 0, 3, 0)
-    assert room.store.list("rollouts") == room.store.list("scores") == [] and ScoreBoard(room.broker, room.store).waiting() == 0
+    assert room.store.list("rollouts") == room.store.list("scores") == [] and Errands(RolloutsToScore, room.broker, room.store).waiting() == 0
 
 
 def test_a_room_that_does_not_answer_costs_one_wait(room: Room) -> None:
@@ -102,7 +103,7 @@ def test_what_is_away_or_odd_is_scored_here(room: Room, how: str) -> None:
             raise BrokerUnavailable("away")
         assert how == "foreign", "nobody was to be asked"
         other = Scores(*(np.zeros((1, 1), dtype) for dtype in (np.float32, np.float32, bool, bool)))  # type: ignore[arg-type]
-        ScoreBoard(room.broker, room.store).put(wanted, store_scores(wanted, other, room.store), 0.0)
+        Errands(RolloutsToScore, room.broker, room.store).put(wanted, store_scores(wanted, other, room.store), 0.0)
 
     asking = scorer(room, send, Judge(), Clock(), wait=0 if how == "never" else 5)
     assert equal(asking.score(some(1)), Judge().score(some(1))) and asking.scored_here == 1
@@ -110,7 +111,9 @@ def test_what_is_away_or_odd_is_scored_here(room: Room, how: str) -> None:
 
 def test_a_refusal_ends_the_wait(room: Room) -> None:
     clock = Clock()
-    asking = scorer(room, lambda wanted: ScoreBoard(room.broker, room.store).refuse(wanted, f"{REWARD} knows none of these items"), Judge(), clock)
+    asking = scorer(
+        room, lambda wanted: Errands(RolloutsToScore, room.broker, room.store).refuse(wanted, f"{REWARD} knows none of these items"), Judge(), clock
+    )
     with pytest.raises(Conflict, match="knows none of these items"):
         asking.score(some(0))
     assert clock.now == 0
@@ -120,7 +123,7 @@ def test_what_runs_leave_behind_is_swept_after_a_day(room: Room) -> None:
     sent: list[RolloutsToScore] = []
     scorer(room, sent.append, Judge(), Clock()).ask(some(0))
     worker(room, Judge())(sent[0])
-    board = ScoreBoard(room.broker, room.store)
+    board = Errands(RolloutsToScore, room.broker, room.store)
     assert board.sweep(KEPT_SECONDS - 1) == 0 and board.sweep(KEPT_SECONDS + 1) == 2
     assert room.store.list("rollouts") == room.store.list("scores") == []
     assert board.waiting() == 0

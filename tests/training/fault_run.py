@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import world_run
+from align_run import aligned
 from torch import Tensor
 
 from semantide.services.training import checkpoint
@@ -234,5 +235,5 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         launched(Path(sys.argv[1]), sys.argv[2])
     else:
-        world_run.CASES.update({case.__name__: case for case in (uneven, torn, after, dealt, full, not_a_number, memory, outside, lengths)})
+        world_run.CASES.update({case.__name__: case for case in (uneven, torn, after, dealt, full, not_a_number, memory, outside, lengths, aligned)})
         world_run.main()

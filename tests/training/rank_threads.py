@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from semantide.services.training.world import Grid, Traffic
+from semantide.services.training.world import Grid, Pending, Traffic
 
 R = TypeVar("R")
 
@@ -62,6 +62,12 @@ class ThreadWorld:
     def gather_json(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather(text)]
+
+    def start_all_reduce_sum(self, tensor: Tensor) -> Pending:
+        return Pending(tensor.copy_(sum(self.all_gather(tensor.clone()), torch.zeros_like(tensor))))
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return self.start_all_reduce_sum(tensor).wait()
 
     def barrier(self) -> None:
         self.gather_json(None)

@@ -13,6 +13,7 @@ import pytest
 
 from semantide.services.training.alignment_job import align
 from semantide.services.training.job import run
+from semantide.services.training.world import World
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import ModelTrained
@@ -131,8 +132,8 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
     refused(ValueError, "config field 'nosuch'", {"nosuch": 1})
     refused(ValueError, "dropout is on with staleness 1 and updates 1.*give dropout false too", {"staleness": 1})
     refused(ValueError, "dropout is on with staleness 0 and updates 2", {"updates": 2})
-    with pytest.raises(BadData, match="given 2 processes: it runs in one"):
-        align(make_job("align", config=SHORT, inputs=trained), scorer, processes=2)
+    with pytest.raises(BadData, match="has 16 prompts for 17 processes"):
+        align(make_job("align", config=SHORT, inputs=trained), scorer, World(size=17))
     refused(BadData, "the same artifact", judge=trained["reward"])
     copies = []
     for number in range(2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semantide.services.training.evaluate import Case, EvaluateConfig, cases_of, evaluate
-from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, SASRecRanker
+from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.row_matching import inverse, rows_of
 from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.brute_force import score_every_item
@@ -15,6 +15,7 @@ from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.popularity import Popularity
+from semantide.shared.models.retriever import Retriever, RetrieverConfig
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 from semantide.shared.trie import Trie
 
@@ -64,6 +65,44 @@ def test_popularity_is_the_same_for_all_but_what_they_saw() -> None:
     assert ranker.rank(HISTORIES[:2], 3, True).tolist() == [[0, 2, 5], [3, 0, 2]]
 
 
+def lacking(rows: np.ndarray, missing: int) -> np.ndarray:
+    return np.where(np.arange(len(rows)) == missing, -1, rows)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("missing", [1, 7])
+def test_what_a_model_lacks_is_in_no_list_and_left_out_of_histories(seen: bool, missing: int) -> None:
+    """As if the item had never been: neither history nor list has it, and everything else stays."""
+    rows = np.random.default_rng(0).permutation(20)[:15].astype(np.int64)
+    codes = np.stack([np.arange(20) // 5, np.arange(20) % 5], 1).astype(np.int64)
+    torch.manual_seed(0)
+    sasrec = SASRec(SASRecConfig(num_items=20, hidden_size=8, max_items=4, initializer_range=1.0)).eval()
+    retriever = Retriever(RetrieverConfig(hidden_size=16, num_layers=1, num_heads=2, max_items=5, time_buckets=16)).eval()
+    vectors = torch.randn(20, 16)
+    model, trie = generator((4, 5)), Trie.build(codes)
+
+    def rankers(own: np.ndarray) -> list[Ranker]:
+        return [
+            GeneratorRanker(model, trie, codes, own, max_items=5, beam_width=20),
+            RetrieverRanker(retriever, lambda items: vectors[items], own, 5),
+            SASRecRanker(sasrec, own, 4),
+        ]
+
+    times = [np.arange(len(history)) for history in HISTORIES]
+    without = (
+        [history[history != missing] for history in HISTORIES],
+        14,
+        seen,
+        [moments[history != missing] for moments, history in zip(times, HISTORIES, strict=True)],
+    )
+    for whole, partial in zip(rankers(rows), rankers(lacking(rows, missing)), strict=True):
+        assert (whole.num_unknown, partial.num_unknown) == (0, 1)
+        lists = partial.rank(HISTORIES, 14, seen, times)
+        expected = [[item for item in row if item != missing] for row in whole.rank(without[0], 15, *without[2:]).tolist()]
+        assert [[item for item in row if item >= 0] for row in lists.tolist()] == [[item for item in row if item >= 0] for row in expected]
+    assert inverse(lacking(np.array([1, 0]), 0), 2).tolist() == [1, -1]
+
+
 def test_the_order_of_cases_and_the_batch_size_change_nothing() -> None:
     ranker = PopularityRanker(Popularity(np.arange(10)))
     cases = [Case(user, history, np.array([user])) for user, history in enumerate(HISTORIES)]
@@ -93,6 +132,9 @@ def test_rows_align_by_item_and_missing_items_are_named() -> None:
     assert inverse(np.array([1, 0]), 3).tolist() == [1, 0, -1]
     with pytest.raises(Conflict, match=r"the catalog lacks 2 of the data set's 3 items \('x', 'y'\): tokenize"):
         rows_of(("x", "a", "y"), {"a": 0}, "the catalog", "tokenize it")
+    assert rows_of(("x", "a"), {"a": 0}, "the catalog", "", 0.5).tolist() == [-1, 0]
+    with pytest.raises(Conflict, match="lacks 2"):
+        rows_of(("x", "a", "y"), {"a": 0}, "the catalog", "", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantide.services.training.alignment_guard import Change, Guard, Standing
+from semantide.services.training.alignment_guard import Guard, Standing
 from semantide.services.training.alignment_recipes import ALIGN_RECIPES, align_recipe
-from semantide.services.training.grpo import group_advantages, policy_loss, prefix_advantages, shaped_rewards
+from semantide.services.training.grpo import group_advantages, policy_loss, policy_mean, policy_weights, prefix_advantages, shaped_rewards
+from semantide.shared.paired import difference
 
 
 def rewards(seed: int, groups: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +57,30 @@ def test_a_prefix_is_compared_with_those_that_share_it() -> None:
     assert values[0, :, 0].tolist() == [0.75, -0.25, -0.25, -0.25]
     # (1 + 0 + 1/4) / 3 and (0 + 0 + 1/4) / 3
     assert values[0, :, 1].tolist() == pytest.approx([1 - 1.25 / 3, -1.25 / 3, -0.25 / 3, -0.25 / 3])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.integers(0, 2), st.integers(0, 3), st.booleans())
+def test_weighted_rollouts_stand_for_the_policy_whatever_was_drawn_beside_beams(seed: int, beams: int, draws: int, distinct: bool) -> None:
+    """The mean over everything that may be drawn is the policy's own, exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    policy, values = torch.rand(5, generator=generator).double().softmax(0), torch.rand(5, generator=generator).double()
+    best = policy.argsort(descending=True)[:beams].tolist()
+    left = [item for item in range(5) if item not in best]
+    expected, total = 0.0, 0.0
+    for drawn in itertools.permutations(left, draws) if distinct else itertools.product(range(5), repeat=draws):
+        chance, mass = 1.0, 1.0 - float(policy[best].sum()) if distinct else 1.0
+        for item in drawn:
+            chance *= float(policy[item]) / mass
+            mass -= float(policy[item]) if distinct else 0
+        rows = torch.tensor([[*best, *drawn, 0]])
+        present = torch.ones_like(rows, dtype=torch.bool)
+        present[0, -1] = False  # fewer were there than asked for
+        weights = policy_weights(policy[rows].log().float()[..., None].expand(-1, -1, 2) / 2, present, beams, distinct)
+        expected += chance * float(policy_mean(values[rows], weights))
+        total += chance * float(weights.sum())
+    wanted = float((policy * values).sum()) if draws else float((policy * values)[best].sum() / policy[best].sum()) if best else 0.0
+    assert expected == pytest.approx(wanted, abs=1e-5) and total == pytest.approx(1.0 if draws or best else 0.0, abs=1e-5)
 
 
 def test_the_loss_is_the_papers_and_its_gradient_that_of_weighted_log_probabilities() -> None:
@@ -112,13 +139,17 @@ def test_noise_alone_seldom_stops(seed: int) -> None:
     stops = 0
     for _ in range(40):
         before, after = ((rng.random(300) < 0.3).astype(float) for _ in range(2))
-        stops += Change.of(after, before).falls(2.0)
+        stops += Guard(2.0).falls(difference(after, before))
     assert stops <= 8  # 1 of 44 on average
 
 
-def test_changes_are_of_the_same_users() -> None:
-    with pytest.raises(ValueError, match="the same users"):
-        Change.of(np.zeros(3), np.zeros(4))
+def test_changes_are_of_the_same_users_and_have_their_standard_error() -> None:
+    before, after = (np.random.default_rng(seed).random(50) for seed in range(2))
+    change = difference(after, before, 0.8)
+    assert change.error == pytest.approx((after - before).std(ddof=1) / 50**0.5)
+    with pytest.raises(ValueError, match="the same cases"):
+        Guard(2.0).verdict(Standing(np.zeros(3), np.zeros(3)), Standing(np.zeros(4), np.zeros(3)))
+    assert not Guard(2.0).falls(difference(np.zeros(1), np.ones(1))), "of one user nothing is known"
 
 
 def test_recipes_and_their_numbers() -> None:

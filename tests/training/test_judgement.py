@@ -11,6 +11,7 @@ from semantide.services.training.evaluate import EvaluateConfig
 from semantide.services.training.job import run
 from semantide.services.training.judgement import judge
 from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.catalog import Catalog
 from semantide.shared.contracts import CandidateJudged, ModelTrained
 from semantide.shared.errors import BadData, Conflict
 
@@ -118,11 +119,46 @@ def test_what_cannot_be_compared_is_held_back_with_the_reason(make_job: Any, inp
         run(make_job("evaluate", config={"bounds": BOUNDS}, inputs={**inputs, "model": model}))
 
 
+def test_a_live_model_of_an_older_catalog_is_compared_by_what_it_can_recommend(
+    make_job: Any, inputs: dict[str, str], queues: Any, store: ArtifactStore, tmp_path: Any
+) -> None:
+    """A data set that has grown by some items is the ordinary case, and must not hold every candidate back for ever."""
+    model = run(make_job("train", recipe="tiny", config={**QUICK, "epochs": 1}, inputs=inputs)).artifacts["model"]
+    whole = Catalog.load(store.get(inputs["catalog"]))
+
+    def judged(kept: int) -> CandidateJudged:
+        older = Catalog(whole.item_ids[:kept], whole.codes[:kept], whole.level_sizes, whole.tokenizer_digest)
+        older.save(tmp_path / f"older-{kept}")
+        refs = {**inputs, "model": model, "live": model, "live_catalog": store.put("catalogs", tmp_path / f"older-{kept}")}
+        queues.sent.clear()
+        run(make_job("evaluate", config={"bounds": BOUNDS, "publish": True}, inputs=refs))
+        (message,) = queues.sent
+        assert isinstance(message, CandidateJudged)
+        return message
+
+    found = judged(len(whole) - 1)
+    assert found.not_worse and found.figures["hr@50"]["candidate"] >= found.figures["hr@50"]["live"] > 0
+    assert found.reason == f"the live model lacks 1 of the {len(whole)} items"
+    foreign = judged(len(whole) // 3)
+    assert not foreign.not_worse and "cannot be compared" in foreign.reason and not foreign.figures
+
+
+def test_retrievers_are_judged_by_the_same_test(make_job: Any, inputs: dict[str, str], queues: Any) -> None:
+    quick = {"items_per_batch": 64, "max_items": 8, "retriever": {"hidden_size": 16, "num_layers": 1}, "promote": "if-not-worse"}
+    models = [run(make_job("train", recipe="retriever-tiny", config={**quick, "epochs": epochs}, inputs=inputs)).artifacts["model"] for epochs in (1, 3)]
+    assert [(sent.catalog, sent.promote) for sent in queues.sent if isinstance(sent, ModelTrained)] == [(None, "if-not-worse")] * 2
+    queues.sent.clear()
+    refs = {"dataset": inputs["dataset"], "model": models[1], "live": models[0]}
+    run(make_job("evaluate", config={"bounds": {"hr@10": 0.5}, "publish": True}, inputs=refs))
+    (message,) = queues.sent
+    assert isinstance(message, CandidateJudged) and message.catalog is None and message.against == models[0] and message.cases == 80 and message.figures
+
+
 def test_jobs_carry_the_wish_to_be_judged(make_job: Any, inputs: dict[str, str], queues: Any) -> None:
     job = make_job("train", recipe="tiny", config={**QUICK, "epochs": 1, "promote": "if-not-worse"}, inputs=inputs)
     outcome = run(job)
     assert queues.sent == [ModelTrained(job_id=job.id, model=outcome.artifacts["model"], catalog=inputs["catalog"], promote="if-not-worse")]
     with pytest.raises(BadData, match="if-not-worse"):
         run(make_job("train", recipe="tiny", config={"promote": "yes"}, inputs=inputs))
-    with pytest.raises(BadData, match="only generators"):
+    with pytest.raises(BadData, match="only generators and retrievers"):
         run(make_job("train", recipe="sasrec", config={"promote": "if-not-worse"}, inputs=inputs))

@@ -19,10 +19,11 @@ from semantide.services.training.recipes import NegativesConfig, TrainConfig, re
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import Message, NegativesWanted
 from semantide.shared.dataset import Dataset
+from semantide.shared.errands import Errands
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.jagged import Jagged
 from semantide.shared.jobs import JobContext
-from semantide.shared.negative_shards import ShardBoard, store_shard
+from semantide.shared.negative_shards import store_shard
 from semantide.shared.negative_source import BeamLists, NegativeSource, TrainingEvents
 
 COUNTS = np.arange(1, 31)
@@ -112,7 +113,7 @@ def test_a_run_is_the_same_with_the_room_and_without(
             return
         # As the room would, at once.
         rows = NegativeSource.of(message, store).shard(message.seed, message.epoch, message.shard)
-        ShardBoard(broker, store).put(message, store_shard(message, rows, store), 0.0)
+        Errands(NegativesWanted, broker, store).put(message, store_shard(message, rows, store), 0.0)
         answered.append(message)
 
     monkeypatch.setattr(queues, "send", answer)

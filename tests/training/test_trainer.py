@@ -203,7 +203,7 @@ def test_metrics_come_as_numbers(tmp_path: Path) -> None:
     training = [(step, values) for step, values in run.metrics if "loss" in values]
     assert [step for step, _ in training] == list(range(5, run.trainer.state.step + 1, 5))
     shares = {"compute_share", "exposed_load", "exposed_sparse", "exposed_copy", "exposed_dense", "idle_share"}
-    assert {"loss", "lr", "tokens_per_second", "loss_part_0", *shares} == set(training[0][1])
+    assert {"loss", "lr", "tokens", "tokens_per_second", "loss_part_0", *shares} == set(training[0][1])
     assert [values["valid_ndcg@10"] for _, values in run.metrics if "valid_ndcg@10" in values] == [0.1, 0.2, 0.3]
 
 
