@@ -144,7 +144,7 @@ def grpo() -> AlignConfig:
 
 def grpo_sr() -> AlignConfig:
     """With the supervised regulariser, and with what keeps free decoding inside the catalog."""
-    return replace(grpo(), recipe="grpo-sr", supervised_weight=1.0, validity_weight=1.0, dropout=True)
+    return replace(grpo(), recipe="grpo-sr", supervised_weight=2.0, validity_weight=1.0, learning_rate=4e-4, ema=0.95, dropout=True)
 
 
 ALIGN_RECIPES: dict[str, Callable[[], AlignConfig]] = {"grpo": grpo, "grpo-sr": grpo_sr}
