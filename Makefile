@@ -42,7 +42,7 @@ test-all: native  ## The tests, slow ones too
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose'
 
 test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more); NODES=1: training, serving and upgrades in its pods too (NODES=only: nothing else)
-	$(BIN)/python tests/cluster/binaries.py
+	$(BIN)/python tests/cluster/binaries.py || test $$? = 2  # where this machine cannot build them, what wants them is passed over and says so
 	$(BIN)/python -m pytest -m '$(if $(filter only,$(NODES)),cluster_nodes,cluster$(if $(NODES), or cluster_nodes))' --timeout 1800 -rs tests/cluster tests/operators
 
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)

@@ -27,6 +27,7 @@ Body = dict[str, Any]
 _PAGE = 500
 _CONNECT_SECONDS, _READ_SECONDS = 5, 30
 _EVENT_BYTES = 1024
+_SEEN = ("Pod", "Service")  # kinds whose state later rounds go by
 
 
 @dataclass(frozen=True)
@@ -207,11 +208,11 @@ def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object
         match action:
             case Create(manifest):
                 try:
-                    seen(api.create(manifest))
+                    made = api.create(manifest)
                 except Conflict:
-                    # Made by an earlier round that did not live to see it.
-                    if manifest["kind"] == "Pod":
-                        seen(api.get("Pod", manifest["metadata"]["namespace"], manifest["metadata"]["name"]))
+                    made = _found(manifest, api)
+                if manifest["kind"] in _SEEN:
+                    seen(made)
             case DeletePod(namespace, name, uid, grace_seconds):
                 try:
                     api.delete("Pod", namespace, name, uid=uid, grace_seconds=grace_seconds)
@@ -235,11 +236,38 @@ def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object
                     continue  # told before; and what cannot be told must not stop the work
 
 
+def _found(manifest: Mapping[str, Any], api: Api) -> Body:
+    """What has the name already: made by an earlier round that did not live to see it. One of ours that says something else by now is made anew.
+
+    Raises: PermanentError where it is somebody else's, TransientError where one of ours has yet to go.
+    """
+    kind, metadata = manifest["kind"], manifest["metadata"]
+    where = kind, metadata["namespace"], metadata["name"], manifest["apiVersion"]
+    there = api.get(*where)
+    (owner,) = metadata["ownerReferences"]
+    if not _owned(there, owner["uid"]):
+        raise PermanentError(
+            f"there is a {kind} {metadata['namespace']}/{metadata['name']} that does not belong to {owner['kind']} {owner['name']}, and it is left as it is: "
+            f"delete it, or rename one of the two"
+        )
+    if "deletionTimestamp" in there["metadata"] and kind != "Pod":
+        raise TransientError(f"{kind} {metadata['namespace']}/{metadata['name']} is being deleted: it is made anew then")
+    if "data" not in manifest or there.get("data") == manifest["data"]:
+        return there
+    # A table of ranks with the address of a pod that was since made anew. Not replaced: that would want one right more.
+    api.delete(*where[:3], uid=there["metadata"]["uid"], api_version=where[3])
+    return api.create(manifest)
+
+
+def _owned(body: Body, uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in body["metadata"].get("ownerReferences") or ())
+
+
 def _remove(action: Remove, api: Api) -> None:
-    metadata = api.get(action.kind, action.namespace, action.name, action.api_version)["metadata"]
+    there = api.get(action.kind, action.namespace, action.name, action.api_version)
     # Somebody else's object may have the name that ours would have.
-    if any(owner.get("uid") == action.owner for owner in metadata.get("ownerReferences") or ()):
-        api.delete(action.kind, action.namespace, action.name, uid=metadata["uid"], api_version=action.api_version)
+    if _owned(there, action.owner):
+        api.delete(action.kind, action.namespace, action.name, uid=there["metadata"]["uid"], api_version=action.api_version)
 
 
 def event_body(event: Event, time: str) -> Body:

@@ -67,10 +67,11 @@ class Fleet:
                 else:
                     kinds.setdefault((node.capacity, node.ring_size if shape.aligned else 0), []).append(number)
             able = [number for numbers in kinds.values() for number in numbers]
+            empty = {number: self._pods_when_empty(number, shape) for number in able}
             found = Candidates(
                 tuple((capacity, ring, tuple(numbers)) for (capacity, ring), numbers in kinds.items()),
                 obstacles,
-                sum(self._pods_when_empty(number, shape) for number in able),
+                max((sum(inside.values()) for inside in self.domains(empty, shape)), default=0),
                 sum(node.capacity - (node.healthy & ((1 << node.capacity) - 1)).bit_count() for node in map(self.nodes.__getitem__, able)),
             )
             self._candidates[shape] = found
@@ -99,6 +100,16 @@ class Fleet:
             if found[number] < 1:
                 del found[number]
         return found
+
+    def domains(self, room: dict[int, int], shape: Shape) -> list[dict[int, int]]:
+        """The nodes with room, apart where one gang of this shape may not have some of both."""
+        if not shape.together:
+            return [room]
+        parts: dict[str, dict[int, int]] = {}
+        for number, pods in room.items():
+            if (value := self.nodes[number].labels.get(shape.together)) is not None:
+                parts.setdefault(value, {})[number] = pods
+        return [parts[value] for value in sorted(parts)]
 
     def _pods_when_empty(self, number: int, shape: Shape) -> int:
         """How many such pods one node could carry if it carried nothing else."""

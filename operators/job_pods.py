@@ -26,6 +26,7 @@ from semantide.operators.schedulers import POD_GROUPS, HandOver, hand_over
 from semantide.operators.settings import OperatorSettings
 
 _ENTRY = ("semantide", "pod")
+_LAST_WORDS_SECONDS = 10  # of a pod's period of grace, to record how it ended once its ranks have
 # A change of these is no change of what the pods do.
 _NOT_IN_PODS = {"priority", "suspend", "elastic", "world_size", "restart_policy", "deadline_seconds"}
 
@@ -96,6 +97,7 @@ def _pod(
     now: float,
 ) -> dict[str, Any]:
     mine, gang = placement[rank], gang_name(job, attempt)
+    template = full_template(job, settings)
     own = Container(
         name=mine.pod,
         labels={JOB_LABEL: job.name[:63], ATTEMPT_LABEL: str(attempt), RANK_LABEL: str(rank), REVISION_LABEL: job_revision(job)},
@@ -108,7 +110,7 @@ def _pod(
         },
         image=job.spec.image or settings.image,
         command=job.spec.command or (*_ENTRY, job.spec.job_id or job.name),
-        environment=_environment(job, placement, rank, gang, attempt, settings),
+        environment=_environment(job, placement, rank, gang, attempt, settings, int(template.get("terminationGracePeriodSeconds", settings.stop_seconds))),
         resources=resources,
         restart="Never",
         node=mine.node,
@@ -116,7 +118,7 @@ def _pod(
         volumes=({"name": "semantide-ranks", "configMap": {"name": table_name(gang), "optional": True}},) if len(placement) > 1 or mine.npus else (),
         mounts=({"name": "semantide-ranks", "mountPath": RANKS_FOLDER, "readOnly": True},),
     )
-    manifest = pod_manifest(job, full_template(job, settings), own)
+    manifest = pod_manifest(job, template, own)
     spec = manifest["spec"]
     spec |= over.pod_spec
     if settings.rendezvous == "dns" and len(placement) > 1:
@@ -126,7 +128,9 @@ def _pod(
     return manifest
 
 
-def _environment(job: NPUJob, placement: Sequence[PodPlacement], rank: int, gang: str, attempt: int, settings: OperatorSettings) -> list[dict[str, Any]]:
+def _environment(
+    job: NPUJob, placement: Sequence[PodPlacement], rank: int, gang: str, attempt: int, settings: OperatorSettings, grace_seconds: int
+) -> list[dict[str, Any]]:
     local = ranks_per_pod(job)
     # RANK is that of the pod's first process; a pod that starts several gives them RANK + LOCAL_RANK.
     variables = {
@@ -138,6 +142,7 @@ def _environment(job: NPUJob, placement: Sequence[PodPlacement], rank: int, gang
         "GROUP_WORLD_SIZE": str(len(placement)),
         "MASTER_PORT": str(settings.master_port),
         "SEMANTIDE_GANG_ATTEMPT": str(attempt),
+        "SEMANTIDE_JOB_STOP_SECONDS": str(max(1, grace_seconds // 2, grace_seconds - _LAST_WORDS_SECONDS)),
         "SEMANTIDE_GANG_JOB": dumps(
             {"id": job.spec.job_id or job.name, "kind": job.spec.kind, "room": job.spec.room, "parameters": job.spec.parameters}, sort_keys=True
         ),

@@ -203,10 +203,12 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         return _lost(look, status, cause_of(faults), counts=any(fault.counts for fault in faults))
     missing = {place.pod for place in status.placement} - set(gang) - {status.placement[rank].pod for rank in status.finished_ranks}
     up = not missing and all(pod.phase in ("Running", "Succeeded") for pod in gang.values())
+    ranks = _tell_ranks(look, status)
     actions = ends(look, [pod for pod in look.pods if pod.attempt < status.attempt and not pod.finished])
     if status.phase == "Placing":
-        if not up:
-            return _await(look, status, missing, actions)
+        # Ranks that were not told where the others are do not run, whatever their pods say.
+        if not up or ranks:
+            return _await(look, status, missing, (*actions, *ranks))
         status = status.model_copy(
             update={"start_time": status.start_time or time_of(now), "placement": tuple(_seen(place, gang) for place in status.placement)}
         )
@@ -214,8 +216,9 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         status = _concluded(look, status, "Running", "Running", message)
         actions = (*actions, _event(job, "Running", message if status.attempt == 1 else f"{message}, gang {status.attempt}"))
     else:
-        status = _concluded(look, slowness(job, status, look.settings.slow_ratio, now), "Running", "Running", _running(status))
-    return Step(status, (*actions, *_tell_ranks(look, status)))
+        refused = f"; what it needs cannot be written: {look.refusal}" if look.refusal else ""
+        status = _concluded(look, slowness(job, status, look.settings.slow_ratio, now), "Running", "Running", _running(status) + refused)
+    return Step(status, (*actions, *ranks))
 
 
 def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[Action, ...]) -> Step:
@@ -224,7 +227,7 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     own = job.spec.scheduler == "own"
     if look.refusal:
         # A quota, a policy of admission, a missing right: what was made so far must not hold its room.
-        return _lost(look, status, f"the API server refuses its pods: {look.refusal}", counts=False)
+        return _lost(look, status, f"its pods, or what they need, cannot be made: {look.refusal}", counts=False)
     refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
     if own:
         late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
@@ -242,7 +245,7 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     manifests = gang_manifests(job, status.placement, status.attempt, settings, now) if missing else []
     creates = tuple(Create(manifest) for manifest in manifests if manifest["kind"] != "Pod" or manifest["metadata"]["name"] in missing)
     message = f"{waits.name} waits for {waits.waits_for}" if waits else f"{len(look.gang)} of {_pods(len(status.placement))} made, waiting for all to run"
-    return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates, *_tell_ranks(look, status)))
+    return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates))
 
 
 def _placing_since(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) -> float:

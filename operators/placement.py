@@ -31,7 +31,7 @@ class Placement:
 def place(request: Request, nodes: Fleet | Iterable[Node]) -> Placement | Refusal:
     """Find room for a gang; nothing is taken from ``nodes``."""
     fleet = nodes if isinstance(nodes, Fleet) else Fleet(nodes)
-    room = fleet.room(request.shape)
+    room = _domain(request, fleet)
     fitting = sum(room.values())
     count = min(len(request.pods), fitting)
     if count < request.fewest:
@@ -51,7 +51,21 @@ def place(request: Request, nodes: Fleet | Iterable[Node]) -> Placement | Refusa
 
 def fits(request: Request, fleet: Fleet) -> bool:
     """Whether there is room, without saying where."""
-    return sum(fleet.room(request.shape).values()) >= request.fewest
+    return sum(_domain(request, fleet).values()) >= request.fewest
+
+
+def _domain(request: Request, fleet: Fleet) -> dict[int, int]:
+    """The nodes with room for the gang, all those that it may have together: as many pods as it asks for, off nodes that are avoided, in the tightest part."""
+    parts = fleet.domains(fleet.room(request.shape), request.shape)
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+
+    def order(room: dict[int, int]) -> tuple[int, int, int]:
+        size = sum(room.values())
+        avoided = sum(fleet.nodes[number].name in request.avoid for number in room)
+        return -min(len(request.pods), size), avoided, size
+
+    return min(parts, key=order)
 
 
 def _without_slow(request: Request, fleet: Fleet, room: dict[int, int], count: int) -> tuple[dict[int, int], int]:

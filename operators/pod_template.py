@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import sha256
 from json import dumps
 from typing import Any
 
-from semantide.operators.resources import API_VERSION, MANAGED_BY, MANAGED_BY_LABEL, NPUJob, NPUService
+from semantide.operators.resources import API_VERSION, JOB_LABEL, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL, NPUJob, NPUService
 from semantide.operators.settings import OperatorSettings
 
 _METADATA = ("labels", "annotations")
@@ -88,10 +89,17 @@ def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dic
 
     Raises: ValueError for an unknown field, and for one that is not of its form.
     """
-    for template in (settings.pod_template, settings.pod_extras, owner.spec.template):
+    own = [settings.pod_template, *([settings.replica_template] if isinstance(owner, NPUService) else []), settings.pod_extras]
+    templates = [*(own if owner.namespace == settings.own_namespace else []), owner.spec.template]
+    for template in templates:
         check_template(template)
-    below = merged(settings.pod_template, settings.pod_extras) if owner.namespace == settings.own_namespace else {}
-    return merged(below, owner.spec.template)
+    return reduce(merged, templates, {})
+
+
+def child_labels(owner: NPUJob | NPUService, template: Mapping[str, Any]) -> dict[str, str]:
+    """The labels that all pods of a resource have."""
+    kind = JOB_LABEL if isinstance(owner, NPUJob) else SERVICE_LABEL
+    return {MANAGED_BY_LABEL: MANAGED_BY, **(template.get("labels") or {}), kind: owner.name[:63]}
 
 
 def check_template(template: Mapping[str, Any]) -> None:
@@ -109,6 +117,9 @@ def check_template(template: Mapping[str, Any]) -> None:
             raise ValueError(f"template.{name} is {value!r}: it must be a map, as in a pod's spec")
         if name in _LISTS_OF_MAPS and not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
             raise ValueError(f"template.{name} is {value!r}: it must be a list of maps, as in a pod's spec")
+    grace = template.get("terminationGracePeriodSeconds", 0)
+    if not isinstance(grace, int) or isinstance(grace, bool) or grace < 0:
+        raise ValueError(f"template.terminationGracePeriodSeconds is {grace!r}: it must be a whole number of seconds")
     for side in ("requests", "limits"):
         if not isinstance((template.get("resources") or {}).get(side) or {}, Mapping):
             raise ValueError(f"template.resources.{side} is {template['resources'][side]!r}: it must be a map of quantities")

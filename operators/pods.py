@@ -54,6 +54,7 @@ class Pod:
     unschedulable_since: float | None = None
     bound: float | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -110,6 +111,7 @@ class Pod:
             unschedulable_since=(seconds_of(scheduled.get("lastTransitionTime")) or 0.0) if refused else None,
             bound=seconds_of(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
             annotations=annotations,
+            labels=labels,
         )
 
 

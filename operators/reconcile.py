@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from semantide.operators.actions import Action, PatchStatus
+from semantide.operators.affinity import Neighbourhood
 from semantide.operators.conditions import with_conditions
 from semantide.operators.fleet import Fleet
 from semantide.operators.job_pods import pod_names
 from semantide.operators.job_states import Look, Step, advance, cleared, make_room, placed, refused
 from semantide.operators.node import Node
 from semantide.operators.placement import Placement, place
-from semantide.operators.pod_template import full_template
+from semantide.operators.pod_template import child_labels, full_template
 from semantide.operators.pods import Pod, seconds_of
 from semantide.operators.request import Request, Shape, shape_of
 from semantide.operators.resources import Condition, NPUJob, NPUService, PodPlacement
@@ -42,7 +43,7 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """What to do about one resource that has the nodes for itself."""
     jobs, services = ((resource,), ()) if isinstance(resource, NPUJob) else ((), (resource,))
-    snapshot = Snapshot(now, jobs, services, tuple(pods), tuple(nodes), fronts=frozenset({resource.key}))
+    snapshot = Snapshot(now, jobs, services, tuple(pods), tuple(nodes), fronts=frozenset({resource.metadata.uid}))
     return reconcile_all(snapshot, settings or OperatorSettings()).actions.get(_label(resource), ())
 
 
@@ -72,15 +73,16 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
             snapshot.now,
             settings,
             snapshot.loads.get(service.key, ()),
-            service.key in snapshot.fronts,
+            service.metadata.uid in snapshot.fronts,
             snapshot.refusals.get(_label(service), ""),
         )
         for service in snapshot.services
     }
-    service_steps = _serve(service_looks, fleet, stumbles)
+    around = Neighbourhood(snapshot.pods, nodes)
+    service_steps = _serve(service_looks, around, fleet, stumbles)
     alive = [pod for pod in snapshot.pods if not pod.node or (pod.node in nodes and not nodes[pod.node].gone)]
-    serving = _lacking(service_looks, service_steps, snapshot.now)
-    decision = _line(looks, steps, alive, serving, fleet, snapshot.now, _policy(settings))
+    serving = _lacking(service_looks, service_steps, around, snapshot.now)
+    decision = _line(looks, steps, alive, around, serving, fleet, snapshot.now, _policy(settings))
     for key, service_look in service_looks.items():
         if way := decision.reasons.get(_label(service_look.service)):
             service_steps[key] = room_made(service_look, service_steps[key], way)
@@ -117,22 +119,25 @@ def _reserve(fleet: Fleet, resource: NPUJob | NPUService, places: Sequence[PodPl
         fleet.occupy(missing, _shape_held(resource, settings))
 
 
-def _shape(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
+def _shape(resource: NPUJob | NPUService, settings: OperatorSettings, around: Neighbourhood | None = None) -> Shape:
+    """The shape of its pods, near the others ``around`` that its template wants."""
     npus = resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica
     # Claims know devices by their class: the name of a plugin's resource says nothing then.
     name = "" if settings.dynamic_resources else resource.spec.resource_name
-    return shape_of(resource.spec.profile, name, npus, full_template(resource, settings))
+    template = full_template(resource, settings)
+    near, together = ((), "") if around is None else around.wanted(template, resource.namespace, child_labels(resource, template))
+    return shape_of(resource.spec.profile, name, npus, template, near, together)
 
 
-def _shape_held(resource: NPUJob | NPUService, settings: OperatorSettings) -> Shape:
+def _shape_held(resource: NPUJob | NPUService, settings: OperatorSettings, around: Neighbourhood | None = None) -> Shape:
     """The shape of pods that were placed; they hold their NPUs even where the operator's own part of their template can no longer be read."""
     try:
-        return _shape(resource, settings)
+        return _shape(resource, settings, around)
     except ValueError:
         return Shape(npus=resource.spec.npus_per_pod if isinstance(resource, NPUJob) else resource.spec.npus_per_replica)
 
 
-def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet, stumbles: dict[str, Exception]) -> dict[str, ServiceStep]:
+def _serve(looks: Mapping[str, ServiceLook], around: Neighbourhood, fleet: Fleet, stumbles: dict[str, Exception]) -> dict[str, ServiceStep]:
     """Every service's step; replicas are placed before jobs, for somebody waits for their answers."""
     steps: dict[str, ServiceStep] = {}
     for key, look in looks.items():
@@ -141,7 +146,7 @@ def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet, stumbles: dict[str, E
             step = advance_service(look)
             _reserve(fleet, look.service, step.status.placement, look.pods, look.settings)
             if step.wanted:
-                step = _place_replicas(look, step, fleet)
+                step = _place_replicas(look, step, around, fleet)
         except Exception as error:
             stumbles[_label(look.service)] = error
             status = look.service.status
@@ -150,11 +155,12 @@ def _serve(looks: Mapping[str, ServiceLook], fleet: Fleet, stumbles: dict[str, E
     return steps
 
 
-def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> ServiceStep:
+def _place_replicas(look: ServiceLook, step: ServiceStep, around: Neighbourhood, fleet: Fleet) -> ServiceStep:
     beside: dict[str, int] = defaultdict(int)
     for entry in step.status.placement:
         beside[entry.node] += 1
-    request = Request(look.service.key, step.wanted, _shape(look.service, look.settings), least=1, spread=True, beside=beside, avoid=step.avoid)
+    shape = _shape(look.service, look.settings, around)
+    request = Request(look.service.key, step.wanted, shape, least=1, spread=True, beside=beside, avoid=step.avoid)
     found = place(request, fleet)
     if not isinstance(found, Placement):
         return no_room(look, step, found.reason)
@@ -166,14 +172,14 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, fleet: Fleet) -> Servi
     return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
 
 
-def _lacking(looks: Mapping[str, ServiceLook], steps: Mapping[str, ServiceStep], now: float) -> list[Waiting]:
+def _lacking(looks: Mapping[str, ServiceLook], steps: Mapping[str, ServiceStep], around: Neighbourhood, now: float) -> list[Waiting]:
     """Services' replicas without room, as the line sees them: under a name that no job has."""
     lacking = []
     for key, step in steps.items():
         look = looks[key]
         try:
             if step.wanted:
-                shape = _shape(look.service, look.settings)
+                shape = _shape(look.service, look.settings, around)
                 request = Request(_label(look.service), step.wanted, shape, least=1, spread=True, avoid=step.avoid)
                 lacking.append(Waiting(request, look.service.spec.priority, since=now))
         except ValueError:
@@ -186,7 +192,14 @@ def _policy(settings: OperatorSettings) -> Policy:
 
 
 def _line(
-    looks: Mapping[str, Look], steps: dict[str, Step], pods: Iterable[Pod], serving: Iterable[Waiting], fleet: Fleet, now: float, policy: Policy
+    looks: Mapping[str, Look],
+    steps: dict[str, Step],
+    pods: Iterable[Pod],
+    around: Neighbourhood,
+    serving: Iterable[Waiting],
+    fleet: Fleet,
+    now: float,
+    policy: Policy,
 ) -> Decision:
     """Let the line move, and change the steps of those that start, make room or go on waiting; ``pods`` are all that may be alive, ``serving`` replicas without
     room."""
@@ -205,8 +218,8 @@ def _line(
                 names = pod_names(look.job, step.status.attempt + 1, look.job.spec.world_size)
                 steps[key] = placed(look, step, [PodPlacement(pod=name, node="") for name in names])
             elif step.waits:
-                waiting.append(_waiting(look, step))
-            elif (gang := _running(look, step)) is not None:
+                waiting.append(_waiting(look, step, around))
+            elif (gang := _running(look, step, around)) is not None:
                 running.append(gang)
         except ValueError as error:
             steps[key] = refused(look, step, str(error))
@@ -244,16 +257,16 @@ def _other(job: NPUJob, busy: dict[tuple[str, str], dict[str, str]]) -> str:
     return found
 
 
-def _waiting(look: Look, step: Step) -> Waiting:
+def _waiting(look: Look, step: Step, around: Neighbourhood) -> Waiting:
     job, status = look.job, step.status
     names = pod_names(job, status.attempt + 1, max(status.wish, job.spec.world_size))
     avoid = frozenset(entry.node for entry in status.avoid)
-    request = Request(job.key, names, _shape(job, look.settings), least=min(len(names), job.spec.least_pods), avoid=avoid)
+    request = Request(job.key, names, _shape(job, look.settings, around), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
     return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0)
 
 
-def _running(look: Look, step: Step) -> Running | None:
+def _running(look: Look, step: Step, around: Neighbourhood) -> Running | None:
     """The gang as the line sees it; None for one that holds nothing, or that another scheduler placed."""
     job, status = look.job, step.status
     if job.spec.scheduler != "own":
@@ -269,7 +282,7 @@ def _running(look: Look, step: Step) -> Running | None:
     started = seconds_of(status.placed_time) or look.now
     start, deadline = seconds_of(status.start_time), job.spec.deadline_seconds
     return Running(
-        request=Request(job.key, names, _shape_held(job, look.settings), least=min(len(names), job.spec.least_pods)),
+        request=Request(job.key, names, _shape_held(job, look.settings, around), least=min(len(names), job.spec.least_pods)),
         pods=pods,
         priority=job.spec.priority,
         since=seconds_of(status.queue_time) or started,

@@ -84,6 +84,7 @@ def _fit(pods: int) -> str:
 def _asked(request: Request) -> str:
     pods, fewest, shape = len(request.pods), request.fewest, request.shape
     gang = _count(pods, "pod") if pods == fewest else f"{fewest:,} to {_count(pods, 'pod')}"
+    gang += f" with one {shape.together}" if shape.together and pods > 1 else ""
     if shape.npus:
         total = request.npus if pods == fewest else shape.npus * fewest
         return f"asks for {'' if pods == fewest else 'at least '}{total:,} {shape.resource_name} ({gang} of {shape.npus:,})"
@@ -104,6 +105,8 @@ def _missing_label(fleet: Fleet, shape: Shape) -> str:
         for expression in term:
             values = Counter(node.labels[expression.key] for node in fleet.nodes if expression.key in node.labels)
             if not any(expression.holds(node.labels) for node in fleet.nodes):
+                if expression.place:
+                    return f"no node is {expression.place}"
                 there = ", ".join(f"{value} on {number:,}" for value, number in values.most_common(_OBSTACLES_NAMED))
                 return f"no node has the label {expression}" + (f" (there is {there})" if there else f" (none has {expression.key})")
     return ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from semantide.operators.affinity import Expression, node_terms
 from semantide.operators.node import Node, Taint
 from semantide.operators.profiles import profile_of
 from semantide.operators.quantities import quantity
@@ -30,43 +31,8 @@ class Toleration:
 
 
 @dataclass(frozen=True)
-class Expression:
-    """One term of a node affinity: a label and what it must be."""
-
-    key: str
-    operator: str
-    values: tuple[str, ...] = ()
-
-    def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether a node with these labels fulfils it."""
-        value = labels.get(self.key)
-        match self.operator:
-            case "In":
-                return value in self.values
-            case "NotIn":
-                return value not in self.values
-            case "Exists":
-                return value is not None
-            case "DoesNotExist":
-                return value is None
-            case "Gt" | "Lt":
-                try:
-                    found, bound = int(value or ""), int(self.values[0])
-                except (ValueError, IndexError):
-                    return False
-                return found > bound if self.operator == "Gt" else found < bound
-            case _:
-                return False
-
-    def __str__(self) -> str:
-        if self.operator == "In" and len(self.values) == 1:
-            return f"{self.key}={self.values[0]}"
-        return f"{self.key} {self.operator} {', '.join(self.values)}".rstrip()
-
-
-@dataclass(frozen=True)
 class Shape:
-    """What each pod needs; requests of the same shape fit the same nodes."""
+    """What each pod needs; requests of the same shape fit the same nodes. ``together``: a label of which all nodes of a gang must have the same value."""
 
     npus: int = 0
     resource_name: str = ""
@@ -75,6 +41,7 @@ class Shape:
     memory_bytes: float = 0.0
     terms: tuple[tuple[Expression, ...], ...] = ((),)  # any of these sets of expressions
     tolerations: tuple[Toleration, ...] = ()
+    together: str = ""
 
     def obstacle(self, node: Node) -> str:
         """Why this node cannot carry such a pod even when it is empty, in plain words; empty when it can."""
@@ -84,6 +51,8 @@ class Shape:
             return f"without {self.resource_name}"
         if not any(all(expression.holds(node.labels) for expression in term) for term in self.terms):
             missing = next(expression for term in self.terms for expression in term if not expression.holds(node.labels))
+            if missing.place:
+                return f"not {missing.place}"
             return f"without the label {missing}" if missing.operator in ("In", "Exists") else f"kept away by {missing}"
         for taint in node.taints:
             if taint.effect != "PreferNoSchedule" and not any(toleration.covers(taint) for toleration in self.tolerations):
@@ -122,38 +91,8 @@ class Request:
         return self.shape.npus * len(self.pods)
 
 
-def _terms(template: Mapping[str, Any]) -> Sequence[tuple[Expression, ...]]:
-    """The sets of expressions of a template's node affinity, one of which must hold.
-
-    Raises: ValueError.
-    """
-    affinity = _map((template.get("affinity") or {}).get("nodeAffinity"), "nodeAffinity")
-    required = _map(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"), "nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution")
-    terms = [_map(term, "nodeSelectorTerms") for term in _list(required.get("nodeSelectorTerms"), "nodeSelectorTerms")] or [{}]
-    return [tuple(_expression(entry) for entry in _list(term.get("matchExpressions"), "matchExpressions")) for term in terms]
-
-
-def _expression(entry: Any) -> Expression:
-    said = _map(entry, "matchExpressions")
-    if not said.get("key") or not said.get("operator"):
-        raise ValueError(f"template.affinity has the expression {entry!r}: give it key and operator")
-    return Expression(str(said["key"]), str(said["operator"]), tuple(map(str, _list(said.get("values"), "values"))))
-
-
-def _map(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value or {}, Mapping):
-        raise ValueError(f"template.affinity: {where} has {value!r} where a map belongs")
-    return value or {}
-
-
-def _list(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value or [], list):
-        raise ValueError(f"template.affinity: {where} is {value!r}, it must be a list")
-    return value or []
-
-
-def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str, Any]) -> Shape:
-    """The shape of pods with this template (``nodeSelector``, ``affinity``, ``tolerations``, ``resources``).
+def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str, Any], near: tuple[Expression, ...] = (), together: str = "") -> Shape:
+    """The shape of pods with this template (``nodeSelector``, ``nodeAffinity``, ``tolerations``, ``resources``), which must also be ``near`` others.
 
     Raises: ValueError.
     """
@@ -162,7 +101,7 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
     if npus and not name:
         raise ValueError(f"{npus} NPUs a pod asked for, but the profile {profile!r} has no devices: name resourceName, or set the NPUs to 0")
     selector = tuple(Expression(key, "In", (str(value),)) for key, value in sorted((template.get("nodeSelector") or {}).items()))
-    terms = tuple(selector + term for term in _terms(template))
+    terms = tuple(selector + term + near for term in node_terms(template))
     tolerations = tuple(
         Toleration(**{key: str(entry[key]) for key in ("key", "operator", "value", "effect") if entry.get(key)}) for entry in template.get("tolerations") or ()
     )
@@ -176,4 +115,5 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
         memory_bytes=quantity(asked.get("memory", 0)),
         terms=terms,
         tolerations=tolerations,
+        together=together,
     )

@@ -136,7 +136,8 @@ class Rounds:
             self._reread(kind, *key.split("/", 1))
             return True
         except PermanentError as error:
-            _log.error("%s is refused: %s", resource, error)
+            if self._refusals.get(resource) != str(error):
+                _log.error("%s is refused: %s", resource, error)
             self._refusals[resource] = str(error)
             return True
         except SemantideError as error:

@@ -98,7 +98,6 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     phase, reason, message = _summary(look, new, old, ready, wished)
     status = concluded(look, status, phase, reason, message)
     actions: tuple[Action, ...] = (
-        *(() if look.fronted else (Create(service_manifest(service)),)),
         *_end(look, [*failed, *leaving, *(pod for pod in look.pods if pod.deleting and pod not in failed)]),
         *_made(look, planned, revision),
         *(
@@ -107,6 +106,8 @@ def advance_service(look: ServiceLook) -> ServiceStep:
         ),
         *((_event(service, "Scaled", plan.reason),) if plan.reason and plan.replicas != service.status.wish else ()),
         *((_event(service, "Moving", plan.reason),) if plan.move and plan.reason else ()),
+        # The last, for its name may be somebody else's.
+        *(() if look.fronted else (Create(service_manifest(service)),)),
     )
     status, before = _without_old_templates(look, status, revision)
     return ServiceStep(status, actions, before, _names(look, status, revision, wanted), avoid)
@@ -143,6 +144,7 @@ def concluded(look: ServiceLook, status: NPUServiceStatus, phase: ServicePhase, 
         "Available": status.ready_replicas > 0 and phase in ("Running", "Rolling", "Degraded"),
         "Complete": phase == "Running",
         "Suspended": phase == "Suspended",
+        "Refused": bool(look.refusal),
     }
     conditions = with_conditions(status.conditions, answers, reason, message, look.service.metadata.generation, look.now)
     return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions})
@@ -269,14 +271,15 @@ def _summary(look: ServiceLook, new: Sequence[Pod], old: Sequence[Pod], ready: i
     if waits:
         message += f"; {waits}"
     if look.refusal:
-        message += f"; the API server refuses: {look.refusal}"
+        message += f"; what it needs cannot be written: {look.refusal}"
+    reason = "Refused" if look.refusal else "NotReady"
     if not ready and wished:
-        return "Pending", "NotReady", message
+        return "Pending", reason, message
     outdated = sum(pod.name != service.status.moving for pod in old)
     if old:
         what = f"{outdated} of another revision" if outdated else "one moves to another node"
         return "Rolling", "Rolling", f"{message}, {what}"
-    return ("Degraded", "NotReady", message) if ready < wished else ("Running", "Ready", message)
+    return ("Degraded", reason, message) if ready < wished or look.refusal else ("Running", "Ready", message)
 
 
 def _event(service: NPUService, reason: str, message: str) -> Event:

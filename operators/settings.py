@@ -25,12 +25,14 @@ class OperatorSettings(BaseSettings):
     """Kind of device where a resource does not say."""
     resource_name: str = ""
     """Name under which Kubernetes counts devices where a resource does not say. Empty: that of the kind of device."""
-    image: str = "semantide:0.1.0"
+    image: str = "semantide:0.2.0"
     """Image of pods whose resource names none."""
     pod_template: dict[str, Any] = {}
     """What every pod in the operator's own namespace gets, below what its resource's `template` says. JSON, in that field's form."""
     pod_extras: dict[str, Any] = {}
     """More of the same, which goes before `pod_template`. JSON."""
+    replica_template: dict[str, Any] = {}
+    """What pods of services in the operator's own namespace get besides `pod_template`: what answering requests needs and a job does not. JSON."""
     port: int = Field(default=8080, ge=0, le=65535)
     """TCP port of /metrics, /healthz and /readyz. 0: none."""
     lease_seconds: float = Field(default=15.0, ge=2)

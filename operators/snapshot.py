@@ -44,7 +44,7 @@ class DeviceReports:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` names the Services that are there;
+    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` are the uids of those that own a Service;
     ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round."""
 
     now: float
@@ -135,7 +135,7 @@ class ObjectCache:
             invalid=tuple(invalid),
             loads=loads or {},
             refusals=refusals or {},
-            fronts=frozenset("/".join(_key(body)) for body in self.bodies("Service")),
+            fronts=frozenset(owner["uid"] for body in self.bodies("Service") for owner in body["metadata"].get("ownerReferences") or ()),
         )
 
     def _resources(self, kind: str, parse: Callable[[Mapping[str, Any]], _Read], settings: OperatorSettings, invalid: list[Invalid]) -> list[_Read]:

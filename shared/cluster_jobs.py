@@ -158,6 +158,7 @@ class ClusterRunner:
         self._room, self._jobs, self._look_seconds = room, FollowedJobs(room.broker), look_seconds
         self._npujobs = npujobs or NPUJobs.connect(self.deployment.namespace)
         self._annotated: dict[str, dict[str, str]] = {}
+        self._told_ends: set[str] = set()  # names of NPUJobs that say how far their jobs came
         self._wake, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cluster-runner", daemon=True)
         self._log = logger("jobs")
@@ -211,6 +212,7 @@ class ClusterRunner:
             self._alone(record.id, partial(self._tend, record, own, earlier_of(record, found)), refused)
             if own is not None:
                 del found[own.name]
+        self._told_ends &= set(found)
         for left in found.values():
             self._annotated.pop(left.name, None)
             self._alone(left.job_id, partial(self._tend_left_over, left), refused)
@@ -266,15 +268,23 @@ class ClusterRunner:
 
     def _annotate(self, record: JobRecord, found: Found) -> None:
         said = annotations_of(record, self._jobs.step_seconds(record.id), found.pods, self._checkpoint(record.id))
-        if self._annotated.get(found.name) != said and any(found.annotations.get(name) != value for name, value in said.items()):
-            self._npujobs.annotate(found.name, said)
+        if self._annotated.get(found.name) != said:
+            self._tell(found, said)
         self._annotated[found.name] = said
+
+    def _tell(self, found: Found, said: Mapping[str, str]) -> None:
+        if any(found.annotations.get(name) != value for name, value in said.items()):
+            self._npujobs.annotate(found.name, said)
 
     def _tend_left_over(self, found: Found) -> None:
         with suppress(NotFound):  # another deployment's, or the broker lost it: nothing is deleted on a guess
-            step = step_after_end(self._jobs.get(found.job_id), found, now_ms(), self.deployment.keep_seconds)
+            record = self._jobs.get(found.job_id)
+            step = step_after_end(record, found, now_ms(), self.deployment.keep_seconds)
             if step is not None:
                 self._npujobs.delete(step.name)
+            elif record.state in ENDED and found.name == (record.npujob or name_of(record)) and found.name not in self._told_ends:
+                self._tell(found, annotations_of(record, {}, found.pods, self._checkpoint(record.id)))
+                self._told_ends.add(found.name)
 
     def _folder(self, job_id: str) -> Path:
         return self._room.settings.data_dir.absolute() / "jobs" / job_id

@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     """Jobs that one worker runs at the same time."""
     job_attempts: int = Field(default=5, ge=1)
     """Times a job is started before a crash of its process counts as failure."""
+    job_stop_seconds: float = Field(default=20.0, gt=0)
+    """How long a job's processes may take for a last checkpoint when they are asked to stop, seconds. Pods of NPUJobs are told what their period of grace leaves."""
     training_processes: int = Field(default=0, ge=0)
     """Processes that train one model together, unless the job says otherwise. 0: one per accelerator of this machine, a single one where there is none."""
     training_timeout_seconds: float = Field(default=600.0, gt=0)

@@ -23,7 +23,6 @@ from semantide.shared.telemetry import logger
 
 LEASE_SECONDS = 10
 _LOOK_SECONDS = 0.5
-_KILL_SECONDS = 20.0
 _LOG_TAIL_BYTES = 2000
 # Redis: renew or release a lease only while it is still ours.
 _RENEW = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('expire',KEYS[1],ARGV[2]) else return 0 end"
@@ -42,6 +41,7 @@ class JobRunner:
 
     def __init__(self, room: Room, command: list[str] | None = None) -> None:
         self._room, self._jobs = room, Jobs(room.broker)
+        self._stop_seconds = room.settings.job_stop_seconds
         self._command = command or [sys.executable, "-m", "semantide.services.local", "job"]
         self._name = f"{room.name}-{uuid.uuid4().hex[:8]}"
         self._children: dict[str, _Child] = {}
@@ -61,7 +61,7 @@ class JobRunner:
         """Stop all children; what did not end goes on at the next start."""
         self._ending.set()
         self._wake.set()
-        self._thread.join(_KILL_SECONDS + 10)
+        self._thread.join(self._stop_seconds + 10)
 
     def _watch(self) -> None:
         while not self._ending.is_set():
@@ -95,7 +95,7 @@ class JobRunner:
         if child.asked_to_stop is None:
             child.asked_to_stop = time.monotonic()
             child.process.terminate()
-        elif time.monotonic() - child.asked_to_stop > _KILL_SECONDS:
+        elif time.monotonic() - child.asked_to_stop > self._stop_seconds:
             child.process.kill()
 
     def _reap(self, job_id: str, child: _Child) -> None:
@@ -156,7 +156,7 @@ class JobRunner:
     def _stop_children(self) -> None:
         for child in self._children.values():
             self._ask_to_stop(child)
-        deadline = time.monotonic() + _KILL_SECONDS
+        deadline = time.monotonic() + self._stop_seconds
         for job_id, child in list(self._children.items()):
             try:
                 child.process.wait(max(0.1, deadline - time.monotonic()))

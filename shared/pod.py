@@ -36,7 +36,6 @@ from semantide.shared.jobs import AGAIN, FAILED, JobContext, JobOutcome, run_job
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import logger
 
-_STOP_SECONDS = 20.0  # for a last checkpoint; a pod's period of grace is longer
 _LOOK_SECONDS = 0.1
 _MASTER_FILE = "SEMANTIDE_MASTER_ADDRESS_FILE"
 _GANG_JOB = "SEMANTIDE_GANG_JOB"
@@ -103,10 +102,11 @@ class Place:
 
 
 class Children:
-    """Processes that do one thing together: when one of them fails, all end. What they say goes to this process's own output and to the job's log."""
+    """Processes that do one thing together: when one of them fails, all end, those killed that take longer than ``stop_seconds``. What they say goes to this
+    process's own output and to the job's log."""
 
-    def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], log: Path) -> None:
-        self._log = log.open("ab")
+    def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], log: Path, stop_seconds: float) -> None:
+        self._log, self._stop_seconds = log.open("ab"), stop_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[threading.Thread] = []
         for command, own in commands:
@@ -140,7 +140,7 @@ class Children:
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
+        deadline = time.monotonic() + self._stop_seconds
         for process in self._processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -201,7 +201,7 @@ def run_pod(job_id: str, place: Place, command: Sequence[str], watch: WatchRanks
     if place.master_file is not None:
         return AGAIN
     if place.world == 1:
-        status = Children([([*command, "job", job_id], {})], folder / "log.txt").wait(stopped.is_set)
+        status = Children([([*command, "job", job_id], {})], folder / "log.txt", settings.job_stop_seconds).wait(stopped.is_set)
     elif place.leads:
 
         def lead(context: JobContext) -> JobOutcome:
@@ -210,7 +210,7 @@ def run_pod(job_id: str, place: Place, command: Sequence[str], watch: WatchRanks
         status = run_job(job_id, lead, settings, store, client, queues)
     else:
         with watch(folder):
-            status = _ranks(job_id, place, command, folder / f"log-{place.pod}.txt").wait(stopped.is_set)
+            status = _ranks(job_id, place, command, folder / f"log-{place.pod}.txt", settings).wait(stopped.is_set)
     if status:
         # Killed by signal 9 is 137, as a shell has it.
         return status if status > 0 else 128 - status
@@ -218,8 +218,8 @@ def run_pod(job_id: str, place: Place, command: Sequence[str], watch: WatchRanks
     return FAILED if place.leads and jobs.get(job_id).state != "succeeded" else 0
 
 
-def _ranks(job_id: str, place: Place, command: Sequence[str], log: Path) -> Children:
-    return Children([([*command, "rank", job_id], place.environment(local)) for local in range(place.ranks)], log)
+def _ranks(job_id: str, place: Place, command: Sequence[str], log: Path, settings: Settings) -> Children:
+    return Children([([*command, "rank", job_id], place.environment(local)) for local in range(place.ranks)], log, settings.job_stop_seconds)
 
 
 def _lead(context: JobContext, jobs: FollowedJobs, place: Place, command: Sequence[str], watch: WatchRanks) -> JobOutcome:
@@ -234,7 +234,7 @@ def _lead(context: JobContext, jobs: FollowedJobs, place: Place, command: Sequen
     forget_ranks(context.workdir)
     jobs.forget_step_seconds(context.id)
     with watch(context.workdir):
-        status = _ranks(context.id, place, command, context.workdir / "log.txt").wait(lambda: context.stopping)
+        status = _ranks(context.id, place, command, context.workdir / "log.txt", context.settings).wait(lambda: context.stopping)
     if said := rank_failure(context.workdir):
         forget_ranks(context.workdir)
         raise said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @cache
 def code_version() -> str:
-    """Package version and a digest of the installed source, as in ``0.1.0+src.1f2e3d4c5b6a``."""
+    """Package version and a digest of the installed source, as in ``0.2.0+src.1f2e3d4c5b6a``."""
     try:
         number = version("semantide")
     except PackageNotFoundError:

@@ -139,6 +139,9 @@ class Service:
         except NotFound as error:  # a pinned model or variant is not there yet
             return False, f"serving: {error}"
         if source != "retriever" and state.live is not None:
+            # A process that has answered by the retriever goes on; one that has just begun leaves requests to others, whose generator is there.
+            if source != "generator" and retriever is not None and self.swapper.settled:
+                return True, f"serving: the live model is being loaded; the retriever {retriever.ref} answers meanwhile"
             return False, "serving: the live model is being loaded"
         if source == "generator" or state.retriever is None:
             return True, "serving: no model is live yet"

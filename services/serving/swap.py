@@ -106,6 +106,8 @@ class Swapper:
         if wanted is None or wanted == present:
             self._status = SwapStatus(wanted, present)
             return
+        # What is said while it is loaded; of one that could not be loaded the cause is known still.
+        self._status = SwapStatus(wanted, present, self._status.error if self._status.wanted == wanted else None, self._status.variant_errors)
         error = self._try(wanted)
         if error is None:
             return

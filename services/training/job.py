@@ -107,7 +107,9 @@ def _by_ranks(job: JobContext, processes: int) -> JobOutcome:
     forget_ranks(job.workdir)
     command = [sys.executable, "-m", "semantide.services.local", "rank", job.id]
     watch = Watch(beats_folder(job.workdir, 0), job.settings.training_timeout_seconds, time.time)
-    launch(command, Launch(processes, job.settings.job_attempts), failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
+    # Less than this process has itself, which is to say how it ended.
+    plan = Launch(processes, job.settings.job_attempts, max(1, int(0.75 * job.settings.job_stop_seconds)))
+    launch(command, plan, failed=lambda: rank_failure(job.workdir), lost=lost, watch=watch)
     outcome = rank_outcome(job.workdir)
     for folder in ("checkpoints", "model", "base", "link", "ranks", "beats"):
         job.discard(job.workdir / folder)

@@ -21,16 +21,14 @@ from semantide.services.training.heartbeat import Watch
 from semantide.shared.errors import BrokerUnavailable, JobCancelled, PermanentError
 from semantide.shared.jobs import AGAIN
 
-_STOP_SECONDS = 15
-"""How long ranks may take for a last checkpoint when they are asked to stop, seconds; less than a job's own process has."""
-
 
 @dataclass(frozen=True)
 class Launch:
-    """How many processes, and how often they may be lost before that counts as failure."""
+    """How many processes, and how often they may be lost before that counts as failure; asked to stop they may take ``stop_seconds`` for a last checkpoint."""
 
     processes: int
     attempts: int
+    stop_seconds: int = 15
 
 
 def launch(
@@ -49,7 +47,7 @@ def launch(
         for attempt in range(1, plan.attempts + 1):
             try:
                 with watch or nullcontext():
-                    _once(command, plan.processes)
+                    _once(command, plan)
                 return
             except SignalException as error:
                 raise JobCancelled(f"asked to stop by signal {int(error.sigval)}") from error
@@ -67,11 +65,11 @@ def launch(
             signal.signal(number, handler)
 
 
-def _once(command: Sequence[str], processes: int) -> None:
+def _once(command: Sequence[str], plan: Launch) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=processes,
+        nproc_per_node=plan.processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -79,7 +77,7 @@ def _once(command: Sequence[str], processes: int) -> None:
         max_restarts=0,
         signals_to_handle="SIGTERM,SIGINT",
         local_addr="127.0.0.1",
-        shutdown_timeout=_STOP_SECONDS,
+        shutdown_timeout=plan.stop_seconds,
     )
     elastic_launch(config, command[0])(*command[1:])
 

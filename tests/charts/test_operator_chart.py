@@ -12,9 +12,14 @@ import pytest
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
+from semantide.operators.cluster import KINDS
+from semantide.operators.job_pods import gang_name
+from semantide.operators.lease import Lease
 from semantide.operators.pod_template import TEMPLATE_FIELDS, check_template
-from semantide.operators.resources import NPUJobSpec, NPUJobStatus, NPUServiceSpec, NPUServiceStatus
+from semantide.operators.resources import NPUJob, NPUJobSpec, NPUJobStatus, NPUServiceSpec, NPUServiceStatus
 from semantide.operators.settings import OperatorSettings
+from semantide.operators.snapshot import WATCHED
+from tests.operators.conftest import World
 
 Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
@@ -116,27 +121,65 @@ def test_no_secret_and_no_wildcard(render: Render) -> None:
     assert ("Role", "configmaps", "list") in found
 
 
-def test_every_verb_of_the_operator_is_allowed(render: Render) -> None:
-    """What ``operators/`` calls, by reading its code: a new call without its right is found here and not on a cluster."""
-    allowed = {(resource, verb) for _, resource, verb in rights(render)}
-    watched = {(resource, verb) for resource in ("npujobs", "npuservices", "pods", "nodes") for verb in ("list", "watch")}
-    written = {("npujobs/status", "update"), ("npuservices/status", "update"), ("pods", "create"), ("pods", "patch"), ("pods", "delete"), ("pods", "get")}
-    others = {
-        ("configmaps", "get"),
-        ("configmaps", "create"),
-        ("configmaps", "delete"),
-        ("services", "list"),
-        ("services", "get"),
-        ("services", "create"),
-        ("services", "delete"),
-        ("npujobs/finalizers", "update"),
-        ("npuservices/finalizers", "update"),
-        ("events", "create"),
-        ("leases", "get"),
-        ("leases", "create"),
-        ("leases", "update"),
-    }
-    assert watched | written | others | {("npujobs", "get"), ("npuservices", "get")} == allowed
+class Recorded:
+    """An API server that remembers who was asked for what: (kind, verb)."""
+
+    def __init__(self, api: Any) -> None:
+        self._api, self.calls = api, set[tuple[str, str]]()
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            self.calls.add((given[0] if isinstance(given[0], str) else given[0]["kind"], verb))
+            return getattr(self._api, verb)(*given, **named)
+
+        return call
+
+
+def asked(spec: Manifest, **settings: Any) -> set[tuple[str, str]]:
+    """(resource, verb) of all that the operator does to an API server: a gang that is lost, names that are taken, replicas, its lease."""
+    lab = World(["a", "b"])
+    lab.settings = lab.settings.model_copy(update=settings)
+    lab.new_operator()
+    api = lab.operator.api = Recorded(lab.cluster)
+    for node in "ab":
+        devices = [{"name": f"npu-{npu}", "attributes": {"index": {"int": npu}}} for npu in range(8)]
+        pool = {"nodeName": node, "driver": "npu.huawei.com", "pool": {"name": node}, "devices": devices}
+        lab.cluster.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": node}, "spec": pool})
+    lab.submit("train", pods=2, npus=8, restartPolicy={"limit": 9, "backoffSeconds": 0}, **spec)
+    lab.serve("shop", npus=0)
+    first = gang_name(NPUJob.parse(lab.cluster.get("NPUJob", "lab", "train")), 1)
+    for kind, name in (("Pod", f"{first}-1"), ("Service", "shop")):
+        lab.cluster.create(
+            {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "namespace": "lab", "labels": {}}, "spec": {"containers": [], "nodeName": "a"}}
+        )
+    lab.turn(8, 40.0)
+    lab.end("train", rank=0, status=1)
+    lab.turn(8, 40.0)
+    assert lab.status("train")["attempt"] > 2 and lab.status("shop", "NPUService")["readyReplicas"] == 1
+    for kind, name in (("NPUJob", "train"), ("NPUService", "shop")):
+        lab.operator._reread(kind, "lab", name)
+    lease = Lease(api, "lab", "me", 15.0, lambda: lab.now, lambda: lab.now)
+    assert lease.renew() and lease.renew()
+    verbs = {"annotate": "patch", "replace": "update", "replace_status": "update"}
+    found = {(KINDS[kind].plural + ("/status" if verb == "replace_status" else ""), verbs.get(verb, verb)) for kind, verb in api.calls}
+    # Pods that hold up the deletion of what owns them.
+    owners = {owner["kind"] for body in lab.cluster.of("Pod") for owner in body["metadata"].get("ownerReferences", ()) if owner["blockOwnerDeletion"]}
+    return found | {(KINDS[kind].plural, "watch") for kind in WATCHED} | {(f"{KINDS[kind].plural}/finalizers", "update") for kind in owners}
+
+
+@pytest.mark.parametrize(
+    ("option", "settings", "spec"),
+    [
+        ("operatorReplicas=1", {}, {}),
+        ("operatorDeviceInfoNamespace=kube-system", {"device_info_namespace": "kube-system"}, {}),
+        ("operatorScheduler=volcano", {}, {"scheduler": "volcano"}),
+        ("operatorScheduler=native", {}, {"scheduler": "native"}),
+        ("operatorSettings.dynamicResources=true", {"dynamic_resources": True}, {}),
+    ],
+)
+def test_the_operator_may_do_what_it_does_and_nothing_else(render: Render, option: str, settings: dict[str, Any], spec: Manifest) -> None:
+    allowed = {(resource, verb) for _, resource, verb in rights(render, "--set", option)}
+    assert asked(spec, **settings) | asked({}, rendezvous="dns") == allowed
 
 
 def test_the_deployment_sets_what_the_operator_reads(render: Render, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The programs of a real control plane, built once from Debian's source package: ``python tests/cluster/binaries.py``; with ``kept`` it only answers, by
-its status, whether they are there.
+"""The programs of a real control plane, built once from Debian's source package: ``python tests/cluster/binaries.py``; with ``kept`` it only answers
+whether they are there. Its status is 0 where they are, 1 where they are not yet (or could not be built), and 2, with the reason, where this machine cannot build them.
 
     folder/etcd                       from the binary package etcd-server
     folder/kube-{apiserver,controller-manager,scheduler}, folder/kubelet
@@ -31,7 +31,11 @@ _FREE_BYTES = 8 * 2**30
 
 
 class BinariesMissing(Exception):
-    """The programs are neither kept nor can be built here."""
+    """The programs are not kept, and could not be built."""
+
+
+class NoPlace(BinariesMissing):
+    """This machine cannot build them."""
 
 
 def cache_folder() -> Path:
@@ -63,12 +67,12 @@ def obstacle() -> str:
 def binaries() -> Path:
     """The folder of the programs; they are built first where they are absent, in about ten minutes of two cores.
 
-    Raises: BinariesMissing.
+    Raises: BinariesMissing, NoPlace.
     """
     if (folder := kept()) is not None:
         return folder
     if reason := obstacle():
-        raise BinariesMissing(f"no control plane in {cache_folder()}, and none can be built: {reason}")
+        raise NoPlace(f"no control plane in {cache_folder()}, and none can be built: {reason}")
     with (cache_folder() / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder := kept()) is None:
@@ -190,10 +194,18 @@ def _run(command: list[str], folder: Path, environment: dict[str, str] | None = 
         raise BinariesMissing(f"`{' '.join(command[:4])} ...` ended with {outcome.returncode}; the end of {cache_folder()}/build.log:\n{end}")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["kept"]:
-        sys.exit(0 if kept() else 1)
+def main(arguments: list[str]) -> int:
+    """Look, or build; the exit status."""
+    only_look = arguments == ["kept"]
     try:
+        if only_look and kept() is None and not obstacle():
+            return 1
         sys.stdout.write(f"{binaries()}\n")
     except BinariesMissing as error:
-        sys.exit(str(error))
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, NoPlace) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

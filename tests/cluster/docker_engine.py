@@ -1,4 +1,5 @@
-"""A Docker engine of the tests' own: ``python tests/cluster/docker_engine.py run COMMAND...`` runs a command beside one.
+"""A Docker engine of the tests' own: ``python tests/cluster/docker_engine.py run COMMAND...`` runs a command beside one, and ``end`` ends one whose users were
+killed.
 
 dockerd gets a data root and a socket below SEMANTIDE_CACHE (else ~/.cache/semantide), outside the repository, so that layers survive from run to run.
 Several users of one folder share it, and whoever leaves last ends it. Engines of other folders may run beside it, each with a bridge of its own: the last of
@@ -37,6 +38,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 120
 _KEPT_LAYERS = "8GB"
 _RECIPE = "semantide.test/recipe"  # label of an imported image: by it one that is made otherwise by now is made anew
+_POLICY = Path("/usr/sbin/policy-rc.d")
 _MACHINE = Path("/run/semantide-engines")  # what all engines of this machine share: who uses any, and what the first one found
 
 # runc refuses what an unprivileged root may not do: a negative OOM score, limits above the hard ones. This goes before it and asks for less.
@@ -127,12 +129,29 @@ def engine() -> Iterator[Engine]:
         try:
             yield running
         finally:
+            # It may take minutes, in which engines of other folders start and end, and in which somebody may come back to this one.
+            if _alone(users):
+                fcntl.flock(users, fcntl.LOCK_SH)
+                _tidy(running)
             with _held(start):
-                if _alone(users):
-                    _tidy(running)
-                    _stop(running)
-                    if _alone(everybody):
-                        _give_back()
+                _leave(running, users, everybody)
+
+
+def end() -> None:
+    """End the engine where nobody uses it: its users were killed before they could. It outlives them, for there may be several."""
+    folder = engine_folder()
+    if not folder.is_dir() or not _MACHINE.is_dir():
+        return
+    locks = _MACHINE / "start.lock", _MACHINE / "users.lock", folder / "users.lock"
+    with locks[0].open("w") as start, locks[1].open("w") as everybody, locks[2].open("w") as users, _held(start):
+        _leave(Engine(folder), users, everybody)
+
+
+def _leave(running: Engine, users: IO[str], everybody: IO[str]) -> None:
+    if _alone(users):
+        _stop(running)
+        if _alone(everybody):
+            _give_back()
 
 
 def _alone(lock: IO[str]) -> bool:
@@ -168,11 +187,25 @@ def _install(folder: Path) -> None:
     wanted = [package for program, package in _PACKAGES.items() if shutil.which(program, path=_PATH) is None]
     if wanted:
         _run("apt-get", "update", "--quiet")
-        # RUNLEVEL=1 keeps the package from starting an engine of its own.
-        _run("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *wanted, RUNLEVEL="1")
+        with _no_services():
+            _run("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *wanted)
     plugins = folder / "config" / "cli-plugins"
     if absent := [package for plugin, package in _PLUGINS.items() if not (plugins / plugin).exists()]:
         _fetch_plugins(folder, absent)
+
+
+@contextmanager
+def _no_services(policy: Path = _POLICY) -> Iterator[None]:
+    """Keep packages from starting what they bring, as Debian asks whether they may; a policy that the machine has stays as it is."""
+    if policy.exists():
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink(missing_ok=True)
 
 
 def _mirror() -> str:
@@ -372,7 +405,11 @@ def main(arguments: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run", help="start the engine, import the base images, run a command with DOCKER_HOST set")
     run.add_argument("command", nargs=argparse.REMAINDER)
+    verbs.add_parser("end", help="end the engine where nobody uses it any more")
     options = parser.parse_args(arguments)
+    if options.verb == "end":
+        end()
+        return 0
     try:
         with engine() as running:
             base_image(running)

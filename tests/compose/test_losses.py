@@ -101,6 +101,7 @@ def test_every_container_may_be_killed(stack: ComposeStack, items: list[str], qu
     found = client.get("/v1/interactions/stats")
     models = [job.artifacts.get("model") for job in ended[: len(trainings.ids)]]
     curves = [trainings.losses(job) for job in trainings.ids]
+    attempts = sum(job.attempt for job in ended[: len(models)])
     show(
         capsys,
         "every container killed with SIGKILL, one after the other; seconds:",
@@ -109,11 +110,15 @@ def test_every_container_may_be_killed(stack: ComposeStack, items: list[str], qu
         f"  {sender.accepted:,} events accepted, {sender.again} batches sent again; stored {found['interactions'] - stored:,}",
         f"  {len(asker.served):,} right answers, {asker.refused} requests not answered while something was down, {asker.replaced} answered by the retriever, "
         f"as they say, while the generator was being loaded, {len(asker.wrong)} wrong ones",
-        f"  {len(models)} trainings of {len(curves[-1])} steps in {sum(job.attempt for job in ended[: len(models)])} attempts, "
+        f"  {len(models)} trainings of {len(curves[-1])} steps in {attempts} attempts, "
         f"{len({json.dumps(curve, sort_keys=True) for curve in curves})} loss curves, {len(set(models))} models",
     )
     assert [(job.id, job.state, job.error) for job in ended if job.state != "succeeded"] == []
     assert sender.wrong == [] and asker.wrong == []
     assert len(asker.served) > 0 and sender.accepted > 0
     assert found["interactions"] == stored + sender.accepted
+    steps = sorted(curves[-1])
+    assert len(steps) > trainings.spec.config["epochs"] and steps == list(range(steps[0], steps[-1] + 1)), "every step has its loss"
+    assert attempts > len(models), "no training lost its worker"
     assert all(curve == curves[-1] for curve in curves), "a training that lost its worker did not go as one that nobody disturbed"
+    assert len(set(models)) == 1 and models[0], "the same training gives the same model, whatever it lost"

@@ -6,7 +6,7 @@ FakeNodes     binds pods as Kubernetes' scheduler would, gives addresses, runs a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import count
 from typing import Any
@@ -123,7 +123,7 @@ class FakeCluster:
         body["spec"]["nodeName"] = node
         self._write(self._key_of(body), body)
 
-    def of(self, kind: str) -> list[Body]:
+    def of(self, kind: str) -> Sequence[Body]:
         """All objects of a kind, to be read: an object is never changed, a new state of it takes its place."""
         return [body for (of, _, _), body in sorted(self.objects.items()) if of == kind]
 
@@ -227,6 +227,10 @@ class FakeNodes:
 
     def _bind(self, body: Body) -> None:
         namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
+        if "schedulerName" in body["spec"] or "schedulingGroup" in body["spec"]:  # theirs to place
+            roomy = (each["metadata"]["name"] for each in self._cluster.of("Node") if self.held(each["metadata"]["name"]) + self._asked(body) <= self._npus)
+            self._cluster.bind(namespace, name, next(roomy))
+            return
         terms = body["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
         node = terms[0]["matchFields"][0]["values"][0]
         if self._answers(node) and self.held(node) + self._asked(body) <= self._npus:

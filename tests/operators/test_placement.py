@@ -10,11 +10,12 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semantide.operators.affinity import Expression
 from semantide.operators.fleet import Fleet
 from semantide.operators.node import Node
 from semantide.operators.placement import Placement, place
 from semantide.operators.refusal import Refusal
-from semantide.operators.request import Expression, Request, Shape, shape_of
+from semantide.operators.request import Request, Shape, shape_of
 from semantide.operators.rings import pods_that_fit, ring_masks
 
 ASCEND = "huawei.com/Ascend910"

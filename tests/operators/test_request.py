@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from semantide.operators.affinity import Expression
 from semantide.operators.node import Node, Taint
-from semantide.operators.request import Expression, Request, Shape, Toleration, shape_of
+from semantide.operators.request import Request, Shape, Toleration, shape_of
 
 ASCEND = "huawei.com/Ascend910"
 

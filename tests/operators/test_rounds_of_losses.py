@@ -116,7 +116,7 @@ def test_a_place_that_the_scheduler_refuses_is_given_up_and_avoided(world: World
     lab.nodes.held = lambda node: 8 if node == "a" else 0  # what this operator cannot see is there
     lab.submit("train", npus=8)
     lab.settle()
-    for _ in range(6):
+    for _ in range(8):
         lab.turn(1, seconds=20)
     assert lab.phase("train") == "Running" and lab.status("train")["placement"][0]["node"] == "b"
     assert lab.status("train")["restarts"] == 0

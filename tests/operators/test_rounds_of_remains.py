@@ -20,8 +20,6 @@ def beside(lab: Any) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(("settings", "spec"), [({}, {}), ({"rendezvous": "dns"}, {}), ({}, {"scheduler": "volcano"})])
 def test_only_the_present_gangs_objects_stand_beside_it(world: Worlds, settings: dict[str, Any], spec: dict[str, Any]) -> None:
     lab = world(["a", "b"], **settings)
-    if spec:
-        lab.nodes._bind = lambda body: lab.cluster.bind("lab", body["metadata"]["name"], "ab"[int(body["metadata"]["labels"]["semantide.io/rank"])])
     lab.submit("train", pods=2, npus=8, restartPolicy={"limit": 9, "backoffSeconds": 0}, **spec)
     lab.settle()
     first = beside(lab)

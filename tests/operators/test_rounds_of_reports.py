@@ -30,6 +30,9 @@ def test_what_a_job_says_of_itself_is_shown(world: Worlds) -> None:
     assert status["slow"] == [{"node": slow, "ratio": 1.5}] and slow in status["message"]
     lab.end("train")
     lab.settle()
+    lab.cluster.annotate("NPUJob", "lab", "train", {PROGRESS_ANNOTATION: json.dumps({"done": 9, "total": 9, "unit": "epochs", "stage": "train"})})
+    lab.settle()
+    assert lab.phase("train") == "Succeeded" and lab.status("train")["progress"]["done"] == 9, "what it said last may come after its end"
     lab.submit("next", npus=8)
     lab.settle()
     assert lab.status("next")["placement"][0]["node"] != slow

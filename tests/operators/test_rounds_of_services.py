@@ -33,7 +33,12 @@ def test_replicas_are_spread_and_have_a_name(world: Worlds) -> None:
     selector = ",".join(f"{key}={value}" for key, value in front["spec"]["selector"].items())
     assert selector == status["selector"] and front["metadata"]["name"] == "shop"
     assert len(lab.cluster.list("Pod", "lab", selector).items) == 3
-    assert {entry["type"]: entry["status"] for entry in status["conditions"]} == {"Available": "True", "Complete": "True", "Suspended": "False"}
+    assert {entry["type"]: entry["status"] for entry in status["conditions"]} == {
+        "Available": "True",
+        "Complete": "True",
+        "Suspended": "False",
+        "Refused": "False",
+    }
 
 
 def test_surge_never_has_fewer_replicas_than_asked(world: Worlds) -> None:

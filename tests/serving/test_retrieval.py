@@ -161,6 +161,50 @@ def test_a_broken_generator_leaves_the_process_ready_where_a_retriever_answers(w
         assert server.client.get("/readyz").json()["state"] == [f"serving {ref}"]
 
 
+def test_the_retriever_answers_while_the_first_generator_is_being_loaded(empty_server: Server, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process promotes it, and all of them load it at the same time: there would be nobody to answer."""
+    ref = add_retriever(world)
+    empty_server.client.post("/v1/serving/promote", json={"model": ref})
+    swapper, begun, allowed = empty_server.service.swapper, threading.Event(), threading.Event()
+    wait_until(lambda: swapper.settled)
+    load = swapper._load
+
+    def slowly(pair: Any) -> Any:
+        begun.set()
+        assert allowed.wait(600)
+        return load(pair)
+
+    monkeypatch.setattr(swapper, "_load", slowly)
+    pair = world.live(0)
+    try:
+        assert begun.wait(600)
+        ready = empty_server.client.get("/readyz")
+        assert ready.status_code == 200 and f"{ref} answers meanwhile" in ready.json()["state"][0]
+        for source in ("auto", "both"):
+            answer = empty_server.recommend(history=["i1"], source=source).json()
+            assert (answer["source"], answer["model"]) == ("retriever", ref) and "no generator" in answer["fallback"]
+        refused = empty_server.recommend(history=["i1"], source="generator")
+        assert refused.status_code == 503 and "is being loaded" in refused.text
+        world.room.settings.serving_source = "generator"
+        assert empty_server.client.get("/readyz").status_code == 503
+        world.room.settings.serving_source = "auto"
+    finally:
+        allowed.set()
+    wait_until(lambda: swapper.bundle is not None)
+    answer = empty_server.recommend(history=["i1"]).json()
+    assert (answer["source"], answer["model"], answer["fallback"]) == ("generator", pair.model, None)
+
+
+def test_a_process_that_begins_leaves_requests_to_others_until_its_generator_is_there(world: World) -> None:
+    pair = world.live(0)
+    Registry(world.room.broker).retrieve(add_retriever(world))
+    service = Service(world.room.settings, world.room.broker, world.room.store)
+    service.retrievers.poll()
+    assert service.ready() == (False, "serving: the live model is being loaded")
+    service.swapper.poll()
+    assert service.ready() == (True, f"serving {pair.model}")
+
+
 def test_a_process_is_ready_once_the_retriever_that_is_wanted_answers(world: World) -> None:
     Registry(world.room.broker).retrieve(ref := add_retriever(world))
     service = Service(world.room.settings, world.room.broker, world.room.store)

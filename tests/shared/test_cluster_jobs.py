@@ -183,6 +183,27 @@ def submit(jobs: Jobs, pods: int = 1, **config: Any) -> JobRecord:
     return jobs.submit(JobSpec(kind="train", config=config, cluster=ClusterWish(pods=pods)))
 
 
+def progress(cluster: Any, name: str) -> dict[str, Any]:
+    """What the NPUJob says of how far its job is."""
+    said: dict[str, Any] = json.loads(cluster.jobs[name]["metadata"]["annotations"][npujob.PROGRESS_ANNOTATION])
+    return said
+
+
+def test_how_far_a_job_came_is_told_after_its_end_too(cluster: Any, start: Any) -> None:
+    jobs, runner = start()
+    job = submit(jobs, steps=60, pause=0.05)
+    wait_until(lambda: npujob.PROGRESS_ANNOTATION in (cluster.jobs.get(job.id, {}).get("metadata", {}).get("annotations") or {}))
+    runner.stop()
+    finished(jobs, job.id)
+    wait_until(lambda: cluster.phase(job.id) == "Succeeded")
+    assert progress(cluster, job.id)["done"] < 60
+    start()
+    wait_until(lambda: progress(cluster, job.id)["done"] == 60)
+    asked = len(cluster.requests)
+    wait_until(lambda: len(cluster.requests) > asked + 5)
+    assert not [request for request in cluster.requests[asked:] if request.startswith("PATCH")], "it is said once"
+
+
 @pytest.mark.parametrize("pods", [1, 2])
 def test_a_job_runs_in_pods_and_says_what_it_did(cluster: Any, start: Any, pods: int) -> None:
     jobs, _ = start()
@@ -193,7 +214,7 @@ def test_a_job_runs_in_pods_and_says_what_it_did(cluster: Any, start: Any, pods:
     assert (ended.state, ended.result, ended.npujob) == ("succeeded", {"count": 30, "world": pods}, job.id), ended.error
     assert [row["step"] for row in jobs.metrics(job.id)] == list(range(1, 31))
     wait_until(lambda: cluster.phase(job.id) == "Succeeded")
-    assert json.loads(cluster.jobs[job.id]["metadata"]["annotations"][npujob.PROGRESS_ANNOTATION])["total"] == 30
+    assert progress(cluster, job.id)["total"] == 30
     with pytest.raises(Conflict):
         jobs.cancel(job.id)
 

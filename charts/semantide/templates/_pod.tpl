@@ -139,15 +139,20 @@ env:
   - name: SEMANTIDE_REDIS_URL
     valueFrom:
       {{- include "semantide.redisUrl" . | nindent 6 }}
+volumes:
+  {{- include "semantide.volumes" . | nindent 2 }}
+volumeMounts:
+  {{- include "semantide.volumeMounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* What pods of an NPUService get besides: jobs answer nobody, and know no key. */}}
+{{- define "semantide.replicaTemplate" -}}
+env:
   - name: SEMANTIDE_API_KEYS
     valueFrom:
       {{- include "semantide.apiKeys" . | nindent 6 }}
   - name: SEMANTIDE_METRICS_HOST
     value: 0.0.0.0
-volumes:
-  {{- include "semantide.volumes" . | nindent 2 }}
-volumeMounts:
-  {{- include "semantide.volumeMounts" . | nindent 2 }}
 {{- end -}}
 
 {{/* The pod of one process: arguments root, process (its values), component, command (list), http (whether it serves HTTP). */}}
@@ -169,7 +174,8 @@ spec:
   {{- /* A worker whose jobs are NPUJobs asks the API server for them; nothing else has business there. */}}
   automountServiceAccountToken: {{ and (not .http) (eq (.root.Values.settings.jobRunner | default "process") "cluster") }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ ternary 45 75 .http }}
+  {{- /* A worker's jobs have their time for a last checkpoint within it. */}}
+  terminationGracePeriodSeconds: {{ ternary 45 (add 55 (.root.Values.settings.jobStopSeconds | default 20 | ceil | int)) .http }}
   {{- with include "semantide.pullSecrets" .root }}
   {{- . | nindent 2 }}
   {{- end }}
