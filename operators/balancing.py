@@ -66,9 +66,14 @@ def service_load(loads: Sequence[ReplicaLoad]) -> ServiceLoad:
 
 
 def balance(
-    spec: NPUServiceSpec, current: int, loads: Sequence[ReplicaLoad], seconds_since_change: float = math.inf, hysteresis: Hysteresis | None = None
+    spec: NPUServiceSpec,
+    current: int,
+    loads: Sequence[ReplicaLoad],
+    seconds_since_change: float = math.inf,
+    hysteresis: Hysteresis | None = None,
+    seconds_settled: float = math.inf,
 ) -> Balance:
-    """What should change of a service that has ``current`` replicas, of which those in ``loads`` have said how they fare."""
+    """What should change of a service that has ``current`` replicas, of which those in ``loads`` have said how they fare; all have been ready for ``seconds_settled``."""
     rules = hysteresis or Hysteresis()
     least, most = spec.replicas.min, spec.replicas.max
     if not least <= current <= most:
@@ -85,7 +90,8 @@ def balance(
     if pressure > rules.grow_above and current < most and seconds_since_change >= rules.pause_seconds:
         wanted = min(most, math.ceil(current * min(pressure, rules.most_growth)))
         return Balance(wanted, reason=_above(load, spec, queue >= slow))
-    if seconds_since_change < rules.calm_seconds or len(loads) < current:
+    # The first answers of a replica, and those given beside one that starts, say little of its node.
+    if min(seconds_since_change, seconds_settled) < rules.calm_seconds or len(loads) < current:
         return Balance(current)  # a replica that says nothing may be the one in trouble
     if current > max(least, 1) and late < rules.shrink_below and _rest_is_enough(loads, current, queue, rules):
         return Balance(current - 1, reason=f"queues hold {load.queue_depth:.1f} requests on average, target {target.queue_depth:g}: one replica less will do")

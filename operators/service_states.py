@@ -157,7 +157,9 @@ def _wish(look: ServiceLook, status: NPUServiceStatus) -> tuple[NPUServiceStatus
     loads = list(look.loads) if status.phase in ("Running", "Degraded") else []
     # Where there is none, nothing is measured that could ask for one.
     least = max(spec.replicas.min, min(1, spec.replicas.max))
-    plan = balance(spec, status.wish or least, loads, now - changed if changed is not None else float("inf"))
+    settled = next((seconds_of(one.last_transition_time) for one in status.conditions if one.type == "Complete" and one.status == "True"), None)
+    ages = [now - moment if moment is not None else float("inf") for moment in (changed, settled)]
+    plan = balance(spec, status.wish or least, loads, ages[0], seconds_settled=ages[1])
     if plan.move and not status.moving:
         status = status.model_copy(update={"moving": plan.move, "scale_time": time_of(now)})
     elif plan.move:

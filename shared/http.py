@@ -12,6 +12,7 @@ import base64
 import hmac
 import json
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -57,7 +58,7 @@ UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
 
 _LAST_CALL_SECONDS = 0.5  # for the requests of connections that are through when a server ends
 _DRAIN_SECONDS = 15  # for the answers
-_PROBE_SECONDS = 0.5  # for the broker's answer to a probe
+_PROBE_SECONDS, _FIRST_PROBE_SECONDS = 1.0, 4.0  # for the broker's answer to a probe, and until it has answered one
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -200,6 +201,36 @@ def _json_safe(value: Any) -> Any:
     return value if not isinstance(value, str) else value[:200]
 
 
+class _BrokerWatch:
+    """Whether the broker answers, told in a moment: a name that nobody resolves keeps whoever asks for it waiting for seconds."""
+
+    def __init__(self, url: str) -> None:
+        self._broker = broker_door.connect(url, check=False, patience_seconds=_FIRST_PROBE_SECONDS / 2)
+        self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._said = ""
+        self.reached = False
+
+    def look(self) -> str:
+        """Why the broker does not answer; empty where it does."""
+        with self._lock:
+            asking = self._asking
+            if asking is None or not asking.is_alive():
+                self._asking = asking = threading.Thread(target=self._ask, name="broker-watch", daemon=True)
+                asking.start()
+        patience = _PROBE_SECONDS if self.reached else _FIRST_PROBE_SECONDS
+        asking.join(patience)
+        return f"no answer within {patience:g} s" if asking.is_alive() else self._said
+
+    def _ask(self) -> None:
+        try:
+            self._broker.ping()
+        except broker_door.RedisError as error:
+            self._said = str(error)
+            return
+        self._said, self.reached = "", True
+
+
 def build_app(
     rooms: Sequence[Room], routers: Sequence[APIRouter], ready: Sequence[Ready] = (), start: Sequence[Callable[[], Callable[[], None]]] = ()
 ) -> FastAPI:
@@ -229,27 +260,21 @@ def build_app(
     def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    # A probe has little time. It asks what this process can do: what all of them share may be away, and leaving would help nobody.
-    broker = broker_door.connect(room.settings.redis_url, check=False, patience_seconds=_PROBE_SECONDS)
-    reached = False
+    # A probe asks what this process can do: what all of them share may be away, and leaving would help nobody.
+    watch = _BrokerWatch(room.settings.redis_url)
 
     @app.get(
         "/readyz", tags=["health"], summary="This process can work; a broker that has gone away since it began is said, and takes no process out of service"
     )
     def readyz() -> Response:
-        nonlocal reached
         problems: list[str] = []
         state: list[str] = []
-        away = ""
-        try:
-            reached = bool(broker.ping()) or reached
-        except broker_door.RedisError as error:
-            away = f"broker: {error}"
-        for hook in ready if reached else ():
+        away = watch.look()
+        for hook in ready if watch.reached else ():
             fine, text = hook()
             (state if fine else problems).append(text)
-        unready = bool(problems) or not reached
-        problems += [away] if away else []
+        unready = bool(problems) or not watch.reached
+        problems += [f"broker: {away}"] if away else []
         status = "unready" if unready else "degraded" if problems else "ok"
         return JSONResponse({"status": status, "problems": problems, "state": state}, status_code=503 if unready else 200)
 

@@ -75,6 +75,7 @@ def test_who_lags_behind_alone_is_moved() -> None:
     replicas = [*alike(3, 5), ReplicaLoad("slow", 30)]
     assert balance(spec(most=4, queue=12), 4, replicas).move == "slow"
     assert balance(spec(most=4, queue=12), 4, replicas, seconds_since_change=10).move is None
+    assert balance(spec(most=4, queue=12), 4, replicas, seconds_settled=10).move is None, "all have only begun"
     assert balance(spec(queue=12), 4, alike(4, 11)).move is None
     slow = [*alike(3, 5, p99=100, busy=0.6), ReplicaLoad("slow", 5, 400, 0.6)]
     assert balance(spec(), 4, slow).move == "slow"

@@ -143,7 +143,27 @@ def test_a_broker_that_goes_away_takes_no_process_out_of_service_but_none_begins
         late = TestClient(build_app([room], [], [lambda: pytest.fail("it was asked before the broker answered")]))
         assert (late.get("/readyz").status_code, late.get("/readyz").json()["status"]) == (503, "unready")
         own.start()
-        assert began.get("/readyz").json() == {"status": "ok", "problems": [], "state": ["serving model 7"]}
+        while (said := began.get("/readyz").json())["status"] != "ok":
+            assert said["state"] == ["serving model 7"]
+
+
+def test_a_probe_does_not_wait_for_a_broker_that_says_nothing(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    room, silent = make_room("serving"), threading.Event()
+    client = TestClient(build_app([room], [], [lambda: (True, "serving model 7")]))
+    assert client.get("/readyz").json()["status"] == "ok"
+    resolve = socket.getaddrinfo
+
+    def stuck(*arguments: Any, **options: Any) -> Any:
+        silent.wait(60)
+        return resolve(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", stuck)
+    room.broker.client_kill_filter(_type="normal", skipme=True)
+    try:
+        said = client.get("/readyz")
+        assert said.status_code == 200 and "no answer within" in said.json()["problems"][0]
+    finally:
+        silent.set()
 
 
 def test_keys_beyond_loopback_must_be_configured(tmp_path: Any) -> None:
