@@ -73,7 +73,7 @@ def size(quick: bool, large: bool, seed: int) -> Size:
         return Size(SimulatorConfig(users=4000, items=1500, sessions=8, seed=seed), {}, {}, "", 1000, 4)
     training: dict[str, Any]
     if quick:
-        training = {"epochs": 2, "evaluate_every": 2, "valid_users": 50}
+        training: dict[str, Any] = {"epochs": 2, "evaluate_every": 2, "valid_users": 50}
         return Size(
             SimulatorConfig(users=120, items=150, topics=8, sessions=3, seed=seed), training, {"steps": 6, "evaluate_every": 3}, "tiny", 40, 1, ("popular",)
         )
