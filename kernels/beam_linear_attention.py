@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
 
-RECORD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,50 @@ def beam_linear_attention(
         o_BHe[chosen_n] = u_n2He[:, 0] + (x_n2Hd[:, 0] * x_n2Hd[:, 1]).sum(-1, keepdim=True) * delta_nHe
         records.k_NGd[own_n], records.delta_NHe[own_n] = k_nGd.to(records.k_NGd.dtype), delta_nHe.to(records.delta_NHe.dtype)
         records.decay_NH1[own_n] = g_BH1[chosen_n]
+    return o_BHe
+
+
+@beam_linear_attention.register("cpu")
+def beam_linear_attention_native(
+    q_BGd: Tensor,
+    k_BGd: Tensor,
+    v_BHe: Tensor,
+    g_BH1: Tensor,
+    beta_BH: Tensor | None,
+    states_MHde: Tensor,
+    bases_B: Tensor,
+    records: BeamRecords,
+    rows_BS: Tensor,
+) -> Tensor:
+    """One product of a state with all beams that share it, in C++, and their ancestors replayed from registers; other types than float32 take the torch way.
+
+    Raises: ValueError when shapes do not fit, or a state, a row or the order does not exist.
+    """
+    floats = (q_BGd, k_BGd, v_BHe, g_BH1, states_MHde, records.decay_NH1, *(() if beta_BH is None else (beta_BH,)))
+    library = native.library_for(*floats)
+    kept = (records.k_NGd, records.delta_NHe, records.decay_NH1)
+    kind = _KINDS.get(records.k_NGd.dtype)
+    if library is None or kind is None or records.delta_NHe.dtype != records.k_NGd.dtype or not all(x.is_contiguous() for x in kept):
+        return beam_linear_attention.reference(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
+    _check(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
+    (beams, groups, size), (heads, value_size), steps = k_BGd.shape, v_BHe.shape[1:], rows_BS.shape[1]
+    if not beams:
+        return torch.empty_like(v_BHe)
+    q_BGd, k_BGd, v_BHe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BGd, k_BGd, v_BHe))
+    g_BH1, states_MHde, bases_B, rows_BS = g_BH1.contiguous(), states_MHde.contiguous(), bases_B.long().contiguous(), rows_BS.long().contiguous()
+    beta_BH = None if beta_BH is None else beta_BH.contiguous()
+    o_BHe = v_BHe.new_empty(v_BHe.shape)
+    decays = g_BH1.shape[-1]
+    arguments = native.BEAM_LINEAR.pack(
+        *(beams, groups, heads, size, value_size, steps, decays, int(decays > 1), kind),
+        *(q_BGd.data_ptr(), k_BGd.data_ptr(), v_BHe.data_ptr(), *q_BGd.stride()[:2], *k_BGd.stride()[:2], *v_BHe.stride()[:2]),
+        *(g_BH1.data_ptr(), 0 if beta_BH is None else beta_BH.data_ptr(), states_MHde.data_ptr(), bases_B.data_ptr(), len(states_MHde), len(records)),
+        *(x.data_ptr() for x in kept),
+        *(rows_BS.data_ptr(), o_BHe.data_ptr()),
+    )
+    if not steps or native.call(library, "semantide_beam_linear", arguments):
+        _check_rows(bases_B, len(states_MHde), rows_BS, len(records))
+        raise AssertionError("the kernel refuses rows that are right")
     return o_BHe
 
 
