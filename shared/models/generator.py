@@ -288,15 +288,18 @@ class Generator(nn.Module):
         """Logits over every token, [..., V], as Hugging Face computes them; level scales and ``seen_bias`` do not apply."""
         return hidden @ self.head_VD.T
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` as Hugging Face's Qwen3ForCausalLM or Qwen2ForCausalLM."""
+    def save_pretrained(self, folder: Path, kind: str | None = None) -> None:
+        """Write ``config.json`` and ``model.safetensors`` as one of Hugging Face's causal models: Qwen2, Qwen3, or with linear attention Qwen3.5.
+
+        ``kind`` ``qwen3_next`` writes the latter as Qwen3-Next. Layers that Hugging Face has in no model keep our own names.
+        """
         from semantide.shared.models.pretrained import save_generator
 
-        save_generator(self, folder)
+        save_generator(self, folder, kind)
 
     @classmethod
     def from_pretrained(cls, folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
-        """Read a folder that ``save_pretrained`` or transformers' Qwen3ForCausalLM or Qwen2ForCausalLM (Qwen2.5) wrote.
+        """Read a folder that ``save_pretrained`` or transformers' Qwen2 (Qwen2.5), Qwen3, Qwen3-Next (without experts) or Qwen3.5 wrote.
 
         ``level_sizes`` says how the tokens divide where the folder's config does not; ``pretrained.py`` says how a folder tells where they lie.
         Raises: NotFound, Corrupt, Conflict.
