@@ -21,7 +21,7 @@ from semantide.kernels.prefix_attention import prefix_attention
 from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.linear_memory import LinearMemory, LinearSize, Mark, Reading
+from semantide.shared.models.linear_memory import LinearMemory, LinearSize, Mark
 from semantide.shared.models.seen_bias import SeenItems
 
 
@@ -220,13 +220,11 @@ class GeneratorDecoder:
             new_offsets_R1 = torch.tensor([0, *accumulate(state.read_R)], device=device)
         cos_N1d, sin_N1d = generator.rotation(positions_N)
         x_ND, _ = generator.prompt_vectors(tokens_T, offsets_R1, asked_N)
-        places_R = [last - first for first, last in pairwise(bounds)]
-        linear.middle_R = [max(0, places - shape.places_per_item) for places in places_R]
-        reading = Reading.of(known_R, linear.middle_R, places_R, twin_R, device)
+        reading = linear.reading(known_R, [last - first for first, last in pairwise(bounds)], shape.places_per_item, twin_R) if linear else None
         last_R = new_offsets_R1[1:] - 1
         for place, layer in enumerate(layers):
             index, final = self._index_of[place], place == len(layers) - 1
-            if layer.linear:
+            if reading is not None and layer.linear:
                 o_NHe = linear.read(index, layer, x_ND, reading)
                 x_ND = layer.finish(x_ND[last_R], o_NHe[last_R]) if final else layer.finish(x_ND, o_NHe)
                 continue

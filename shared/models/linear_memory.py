@@ -157,6 +157,11 @@ class LinearMemory:
             for kept, old in zip(layer.end, known, strict=True):
                 kept[request] = old[0]
 
+    def reading(self, known_R: Sequence[int], places_R: Sequence[int], places_per_item: int, twin_R: Sequence[int]) -> Reading:
+        """How prompts of so many places are read, of which the first ``known_R`` are not; the middle mark comes before the last item."""
+        self.middle_R = [max(0, places - places_per_item) for places in places_R]
+        return Reading.of(known_R, self.middle_R, places_R, twin_R, self.bases_B.device)
+
     def read(self, index: int, layer: Layer, x_ND: Tensor, reading: Reading) -> Tensor:
         """What the places that are read read of the prompts, [N, H, e]; the layer's states go on to the prompts' ends."""
         kept, mixer = self._layers[index], layer.linear_attn
