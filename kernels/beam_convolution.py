@@ -18,6 +18,7 @@ def beam_convolution(x_BC: Tensor, weight_CK: Tensor, before_RQC: Tensor, reques
     """SiLU of each channel's weighted sum of the beam's last K inputs, the prompt's last ones where the beam has fewer; the new ones are kept in ``own_NC``.
 
     The row to keep them in is the last of ``rows_BS``, the others lead to those before, oldest first, with -1 before the oldest where beams differ in depth.
+    What is kept may be of a shorter type.
 
     Shapes: [B, C], [C, K], [R, Q, C], [B], [N, C], [B, S] -> [B, C].
     Raises: ValueError when shapes do not fit.
@@ -28,7 +29,7 @@ def beam_convolution(x_BC: Tensor, weight_CK: Tensor, before_RQC: Tensor, reques
             f"inputs {tuple(x_BC.shape)}, taps {tuple(weight_CK.shape)}, before them {tuple(before_RQC.shape)}, kept {tuple(own_NC.shape)}, rows "
             f"{tuple(rows_BS.shape)}: give [beams, channels], [channels, taps], [requests, taps - 1, channels], [kept, channels] and one list of rows per beam"
         )
-    own_NC[rows_BS[:, -1]] = x_BC
+    own_NC[rows_BS[:, -1]] = x_BC.to(own_NC.dtype)
     y_BC = x_BC * weight_CK[:, -1]
     depth_B = (rows_BS[:, :-1] >= 0).sum(1)
     for back in range(1, taps):
@@ -36,6 +37,6 @@ def beam_convolution(x_BC: Tensor, weight_CK: Tensor, before_RQC: Tensor, reques
         x_old_BC = before_RQC[requests_B, older_B]
         if back < rows_BS.shape[1]:
             row_B = rows_BS[:, -1 - back]
-            x_old_BC = torch.where((row_B >= 0)[:, None], own_NC[row_B], x_old_BC)
+            x_old_BC = torch.where((row_B >= 0)[:, None], own_NC[row_B].to(x_BC.dtype), x_old_BC)
         y_BC = y_BC + x_old_BC * weight_CK[:, -1 - back]
     return F.silu(y_BC)

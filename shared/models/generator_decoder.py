@@ -63,7 +63,9 @@ class DecodingState:
     Shapes: ``prompt_L2PGd`` [L, 2, P, G, d], ``own_L2CGd`` [L, 2, C, G, d].
     """
 
-    def __init__(self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, linear: LinearMemory, steps: int, leases: Sequence[KVLease] | None) -> None:
+    def __init__(
+        self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, linear: LinearMemory, steps: int, leases: Sequence[KVLease] | None
+    ) -> None:
         self.tokens_R, self.bounds, self.prompt_L2PGd, self.linear = list(tokens_R), bounds, prompt_L2PGd, linear
         self.own_L2CGd = prompt_L2PGd[:, :, :0]
         self.ancestry = Ancestry(len(bounds) - 1, prompt_L2PGd.device)
@@ -148,11 +150,14 @@ class DecodingState:
 class GeneratorDecoder:
     """What beam search needs of a generator: logits of level 0 from prompts, then of each level from the chosen codes."""
 
-    def __init__(self, generator: Generator, flush_depth: int | None = None) -> None:
-        """Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that."""
+    def __init__(self, generator: Generator, records: torch.dtype | None = None, flush_depth: int | None = None) -> None:
+        """What linear layers record of beams' tokens may be of a shorter type than the weights.
+
+        Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that.
+        """
         self.generator = generator.eval()
         self.level_sizes = generator.config.level_sizes
-        self.linear_size = LinearSize.of(generator.config, generator.model.embed_tokens.weight.dtype, flush_depth)
+        self.linear_size = LinearSize.of(generator.config, generator.model.embed_tokens.weight.dtype, records, flush_depth)
         kinds = [layer.linear for layer in generator.layers]
         self._num_softmax = kinds.count(False)
         self._index_of = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]  # among the layers of its kind
