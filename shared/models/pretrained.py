@@ -331,7 +331,9 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
     """
     kind = header.get("model_type")
     if kind not in _ARCHITECTURES:
-        raise Conflict(f"{source}: model_type is {kind!r}, a generator needs one of {', '.join(_ARCHITECTURES)} (qwen2 is Qwen2.5 too, qwen3_5_text is Qwen3.5)")
+        raise Conflict(
+            f"{source}: model_type is {kind!r}, a generator needs one of {', '.join(_ARCHITECTURES)} (qwen2 is Qwen2.5 too, qwen3_5_text is Qwen3.5)"
+        )
     plain, gated = kind in ("qwen2", "qwen3"), kind in ("qwen3_next", "qwen3_5_text")
     try:
         rope = header.get("rope_parameters") or header.get("rope_scaling") or {}

@@ -98,7 +98,9 @@ def test_a_checkpoint_with_eyes_is_read_without_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("traits", [{}, {"attention_gate": True, "centred_norms": True, "rotary_share": 0.5}, {"attention_gate": True, "qk_norm": False}], ids=str)
+@pytest.mark.parametrize(
+    "traits", [{}, {"attention_gate": True, "centred_norms": True, "rotary_share": 0.5}, {"attention_gate": True, "qk_norm": False}], ids=str
+)
 def test_every_form_is_saved_and_read(tmp_path: Path, form: str, traits: dict[str, Any]) -> None:
     torch.manual_seed(2)
     config = GeneratorConfig(LEVELS, 2, 24, 4, 2, 8, 40, layer_types=("full_attention", form), linear=LinearConfig(2, 4, 8, 12), **traits)
