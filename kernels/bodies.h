@@ -7,6 +7,7 @@
 #include "rows.h"
 #include "sampled_softmax.h"
 #include "matrix_product.h"
+#include "beam_linear_attention.h"
 #include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
 #include "embedding_rows.h"

@@ -41,7 +41,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures in arguments.h, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 5; }
+EXPORT int64_t semantide_version() { return 6; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -234,5 +234,48 @@ EXPORT int64_t semantide_step_rows(const RowStep* given, int64_t threads) {
 #pragma omp for schedule(dynamic)
     for (int64_t part = 0; part < chunks; ++part) body.step_rows(a, part * chunk, std::min((part + 1) * chunk, a.segments.count), sum.data());
   }
+  return 0;
+}
+
+// Returns 0; 1 where a state or a record does not exist; 2 where two beams write one record, or one is read before it is written.
+EXPORT int64_t semantide_beam_linear(const BeamLinear* given, int64_t threads) {
+  const BeamLinear& a = *given;
+  int64_t low = a.num_records, high = -1;
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    const int64_t* rows = a.rows + beam * a.steps;
+    if (a.bases[beam] < 0 || a.bases[beam] >= a.num_states || rows[a.steps - 1] < 0) return 1;
+    for (int64_t s = 0; s < a.steps; ++s)
+      if (rows[s] < -1 || rows[s] >= a.num_records || (s && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
+    low = std::min(low, rows[a.steps - 1]), high = std::max(high, rows[a.steps - 1]);
+  }
+  // Of each row that is written: not in this call (0), not yet (1), or by a beam before (2).
+  std::vector<char> written(std::max<int64_t>(0, high - low + 1));
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    char& mark = written[a.rows[(beam + 1) * a.steps - 1] - low];
+    if (mark) return 2;
+    mark = 1;
+  }
+  bool ordered = false;
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    const int64_t* rows = a.rows + beam * a.steps;
+    for (int64_t s = 0; s < a.steps - 1; ++s)
+      if (rows[s] >= low && rows[s] <= high && written[rows[s] - low]) {
+        if (written[rows[s] - low] == 1) return 2;
+        ordered = true;
+      }
+    written[rows[a.steps - 1] - low] = 2;
+  }
+  // Beams of one state stay together, so that it is read once for them, as far as there is work for every thread; those that follow one another stay in order.
+  std::vector<int64_t> cuts{0};
+  if (!ordered && threads > 1) {
+    const int64_t wanted = (4 * threads + a.groups - 1) / a.groups, most = std::max<int64_t>(1, (a.beams + wanted - 1) / wanted);
+    for (int64_t beam = 1; beam < a.beams; ++beam)
+      if (a.bases[beam] != a.bases[beam - 1] ? beam - cuts.back() >= std::min<int64_t>(most, 24) : beam - cuts.back() >= std::max<int64_t>(most, 24)) cuts.push_back(beam);
+  }
+  cuts.push_back(a.beams);
+  const int64_t parts = static_cast<int64_t>(cuts.size()) - 1, tasks = parts * a.groups;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks > 1)
+  for (int64_t task = 0; task < tasks; ++task) body.beam_linear(a, task % a.groups, cuts[task / a.groups], cuts[task / a.groups + 1]);
   return 0;
 }
