@@ -25,6 +25,8 @@ from torch import Tensor
 
 from semantide.kernels.attention import packed_bounds
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.native_jagged_fusion import native_library
+from semantide.kernels.native_linear_attention import walk
 
 LOWEST = -1e4  # of a token's logarithm of decay: its exponential is zero in every type, and sums of it stay numbers
 
@@ -69,6 +71,17 @@ def linear_attention(
 
 
 @linear_attention.register("cpu")
+def linear_attention_native(
+    q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, offsets_B1: Tensor, state_BHde: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Chunk after chunk in C++, forward and backward, whatever the lengths; other types than float32 take the torch way."""
+    _check(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
+    packed_bounds(offsets_B1, len(v_THe))
+    if native_library(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde) is None:
+        return linear_attention_by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
+    return walk(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1)
+
+
 @linear_attention.register("cuda")
 @linear_attention.register("npu")
 def linear_attention_by_chunks(
