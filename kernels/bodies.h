@@ -12,4 +12,5 @@
 #include "jagged_fusion.h"
 #include "linear_attention_chunk.h"
 #include "linear_attention.h"
+#include "short_convolution.h"
 #include "embedding_rows.h"

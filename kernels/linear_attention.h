@@ -207,6 +207,6 @@ static void linear_backward(const LinearAttention& a, int64_t sequence, int64_t 
 
 static void linear_attention(const LinearAttention& a, int64_t sequence, int64_t head) {
   const bool delta = a.beta != nullptr, each = a.per_channel != 0;
-  if (a.grad_out) return (delta ? each ? linear_backward<true, true> : linear_backward<true, false> : each ? linear_backward<false, true> : linear_backward<false, false>)(a, sequence, head);
+  if (a.grad_state) return (delta ? each ? linear_backward<true, true> : linear_backward<true, false> : each ? linear_backward<false, true> : linear_backward<false, false>)(a, sequence, head);
   (delta ? each ? linear_forward<true, true> : linear_forward<true, false> : each ? linear_forward<false, true> : linear_forward<false, false>)(a, sequence, head);
 }

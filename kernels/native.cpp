@@ -292,3 +292,12 @@ EXPORT int64_t semantide_linear_attention(const LinearAttention* given, int64_t 
   for (int64_t task = 0; task < tasks; ++task) body.linear_attention(a, order[task / a.heads], task % a.heads);
   return 0;
 }
+
+EXPORT int64_t semantide_short_convolution(const ShortConvolution* given, int64_t threads) {
+  const ShortConvolution& a = *given;
+  const int64_t blocks = (a.channels + 63) / 64;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && blocks > 1)
+  for (int64_t block = 0; block < blocks; ++block) body.short_convolution(a, block);
+  return 0;
+}

@@ -61,7 +61,7 @@ class _Walk(torch.autograd.Function):
         grad_beta = None if beta_TH is None else torch.empty_like(beta_TH)
         _run(given, ctx.run, (None, end_BHde, starts_NHde, unknown_THe), (grad_THe, grad_BHde, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state))
         if groups != heads:
-            grad_q, grad_k = (x.view(tokens, groups, -1, size).sum(2) for x in (grad_q, grad_k))
+            grad_q, grad_k = (x.view(tokens, groups, heads // groups, size).sum(2) for x in (grad_q, grad_k))
         return grad_q, grad_k, grad_v, grad_g, grad_beta, None if state_BHde is None else grad_state, None
 
 
