@@ -85,7 +85,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, weight_KC, before_BQC, _ = given = ctx.saved_tensors
+        given = ctx.saved_tensors
+        weight_KC, before_BQC = given[1:3]
         grad_TC = grad_TC.contiguous()
         slope_TC, grad_x, grad_weight = torch.empty_like(grad_TC), torch.empty_like(grad_TC), torch.zeros_like(weight_KC)
         grad_before = None if before_BQC is None else torch.empty_like(before_BQC)
