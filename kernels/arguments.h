@@ -165,3 +165,33 @@ struct SegmentOrder {
   const int64_t* inverse;
   int64_t *starts, *order;
 };
+
+// `decay` and `beta` (null without the delta rule) lie row by row, as do all gradients; `chunks` is the first chunk of each sequence; `starts` and `unknown` are kept
+// for the backward pass, which is wanted where `grad_state` is given.
+struct LinearAttention {
+  int64_t sequences, heads, share, size, value_size, per_channel, run;
+  const float* q;
+  int64_t q_row, q_head;
+  const float* k;
+  int64_t k_row, k_head;
+  const float* v;
+  int64_t v_row, v_head;
+  const float *decay, *beta, *state;
+  const int64_t *offsets, *chunks;
+  float *out, *end, *starts, *unknown;
+  const float *grad_out, *grad_end;
+  float *grad_q, *grad_k, *grad_v, *grad_decay, *grad_beta, *grad_state;
+};
+
+// `weight` and its gradient lie tap by tap; `before` (null where nothing is) holds taps - 1 rows of each sequence. The backward pass is wanted where `grad_weight` is
+// given, which is zero before; it writes over `out`.
+struct ShortConvolution {
+  int64_t sequences, channels, taps;
+  const float* x;
+  int64_t x_row;
+  const float *weight, *before;
+  const int64_t* offsets;
+  float* out;
+  const float* grad_out;
+  float *grad_x, *grad_weight, *grad_before;
+};

@@ -10,4 +10,7 @@
 #include "beam_linear_attention.h"
 #include "jagged_fusion_tile.h"
 #include "jagged_fusion.h"
+#include "linear_attention_chunk.h"
+#include "linear_attention.h"
+#include "short_convolution.h"
 #include "embedding_rows.h"

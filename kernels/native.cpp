@@ -41,7 +41,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures in arguments.h, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 6; }
+EXPORT int64_t semantide_version() { return 7; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -277,5 +277,27 @@ EXPORT int64_t semantide_beam_linear(const BeamLinear* given, int64_t threads) {
   const Bodies& body = bodies();
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks > 1)
   for (int64_t task = 0; task < tasks; ++task) body.beam_linear(a, task % a.groups, cuts[task / a.groups], cuts[task / a.groups + 1]);
+  return 0;
+}
+
+EXPORT int64_t semantide_linear_attention(const LinearAttention* given, int64_t threads) {
+  const LinearAttention& a = *given;
+  std::vector<int64_t> order(a.sequences);
+  for (int64_t i = 0; i < a.sequences; ++i) order[i] = i;
+  // The longest begin, so that no thread is left alone with one.
+  std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return a.offsets[i + 1] - a.offsets[i] > a.offsets[j + 1] - a.offsets[j]; });
+  const int64_t tasks = a.sequences * a.heads;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks > 1)
+  for (int64_t task = 0; task < tasks; ++task) body.linear_attention(a, order[task / a.heads], task % a.heads);
+  return 0;
+}
+
+EXPORT int64_t semantide_short_convolution(const ShortConvolution* given, int64_t threads) {
+  const ShortConvolution& a = *given;
+  const int64_t blocks = (a.channels + 63) / 64;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && blocks > 1)
+  for (int64_t block = 0; block < blocks; ++block) body.short_convolution(a, block);
   return 0;
 }

@@ -7,14 +7,19 @@ Legend: T packed tokens, B sequences, C channels, K taps (the last one is the to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from semantide.kernels import native
 from semantide.kernels.attention import packed_bounds
 from semantide.kernels.dispatch import kernel
+from semantide.kernels.native_jagged_fusion import native_library
 
 
 @kernel
@@ -34,6 +39,16 @@ def short_convolution(x_TC: Tensor, weight_CK: Tensor, offsets_B1: Tensor, befor
 
 
 @short_convolution.register("cpu")
+def short_convolution_native(x_TC: Tensor, weight_CK: Tensor, offsets_B1: Tensor, before_BQC: Tensor | None = None) -> Tensor:
+    """One pass in C++, and one back; other types than float32 take the torch way."""
+    _check(x_TC, weight_CK, offsets_B1, before_BQC)
+    packed_bounds(offsets_B1, len(x_TC))
+    if native_library(x_TC, weight_CK, offsets_B1, before_BQC) is None:
+        return short_convolution_by_taps(x_TC, weight_CK, offsets_B1, before_BQC)
+    y_TC: Tensor = _Convolution.apply(x_TC, weight_CK, before_BQC, offsets_B1)
+    return y_TC
+
+
 @short_convolution.register("cuda")
 @short_convolution.register("npu")
 def short_convolution_by_taps(x_TC: Tensor, weight_CK: Tensor, offsets_B1: Tensor, before_BQC: Tensor | None = None) -> Tensor:
@@ -54,6 +69,38 @@ def short_convolution_by_taps(x_TC: Tensor, weight_CK: Tensor, offsets_B1: Tenso
     for tap in range(room):
         summed = summed + inputs[tap : tap + many] * weight_CK[:, tap]
     return F.silu(summed[places_T - room])
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_CK: Tensor, before_BQC: Tensor | None, offsets_B1: Tensor) -> Tensor:
+        x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
+        before_BQC = before_BQC if before_BQC is None else before_BQC.contiguous()
+        given = (x_TC, weight_CK.T.contiguous(), before_BQC, offsets_B1.long().contiguous())
+        y_TC = x_TC.new_empty(x_TC.shape)
+        _run(given, y_TC)
+        ctx.save_for_backward(*given)
+        return y_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors
+        weight_KC, before_BQC = given[1:3]
+        grad_TC = grad_TC.contiguous()
+        slope_TC, grad_x, grad_weight = torch.empty_like(grad_TC), torch.empty_like(grad_TC), torch.zeros_like(weight_KC)
+        grad_before = None if before_BQC is None else torch.empty_like(before_BQC)
+        _run(given, slope_TC, (grad_TC, grad_x, grad_weight, grad_before))
+        return grad_x, grad_weight.T, grad_before, None
+
+
+def _run(given: Sequence[Tensor | None], out_TC: Tensor, gradients: Sequence[Tensor | None] = (None,) * 4) -> None:
+    x_TC, weight_KC, before_BQC, offsets_B1 = given
+    library = native.library()
+    assert library is not None and x_TC is not None and weight_KC is not None and offsets_B1 is not None
+    addresses = [0 if x is None else x.data_ptr() for x in (weight_KC, before_BQC, offsets_B1, out_TC, *gradients)]
+    arguments = native.SHORT_CONVOLUTION.pack(len(offsets_B1) - 1, x_TC.shape[1], len(weight_KC), x_TC.data_ptr(), x_TC.stride(0), *addresses)
+    native.call(library, "semantide_short_convolution", arguments)
 
 
 def last_inputs(x_TC: Tensor, offsets_B1: Tensor, before_BQC: Tensor) -> Tensor:

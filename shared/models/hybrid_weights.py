@@ -75,7 +75,7 @@ def _next_sizes(config: GeneratorConfig) -> list[int]:
 
 def _by_head(rows: Tensor, size: int) -> Tensor:
     """[heads, size, ...]."""
-    return rows.unflatten(0, (-1, size))
+    return rows.reshape(-1, size, *rows.shape[1:])
 
 
 def _order(config: GeneratorConfig) -> Tensor:

@@ -240,7 +240,11 @@ def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> 
     tensors = read_weights(folder)
     if header["model_type"] not in ("qwen2", "qwen3"):
         seen = {name.replace("model.language_model.", "model.", 1): tensor for name, tensor in tensors.items()}
-        tensors = to_ours({name: x for name, x in seen.items() if not name.startswith(("mtp.", "model.visual."))}, config, header["model_type"])
+        kept = {name: x for name, x in seen.items() if not name.startswith(("mtp.", "model.visual."))}
+        try:
+            tensors = to_ours(kept, config, header["model_type"])
+        except (RuntimeError, IndexError) as error:
+            raise Corrupt(f"{folder}: the tensors do not fit config.json ({error}): take config and weights from the same model") from error
     if config.tie_word_embeddings:
         tensors.pop(_HEAD, None)
     if token_lists is not None:

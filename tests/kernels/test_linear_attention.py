@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from semantide.kernels.linear_attention import Rule, linear_attention
@@ -78,19 +78,68 @@ def test_chunks_give_the_values_and_gradients_of_the_recurrence(lengths, rule, h
     compare(results(tensors, offsets, rule), results(tensors, offsets, rule, reference=True), 1e-8, 1e-9)
 
 
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([0, 1, 5, 13, 32, 33, 64, 65, 130]), max_size=3),
+    st.sampled_from(RULES),
+    st.sampled_from([(1, 1), (1, 3), (2, 2)]),
+    st.sampled_from([(1, 1), (3, 20), (16, 16), (32, 5), (33, 64), (64, 33), (130, 16)]),
+    st.sampled_from([0.0, 0.01, 1.0, 30.0, 1e5]),
+    st.booleans(),
+)
+def test_every_instruction_set_gives_the_values_and_gradients_of_the_recurrence(instructions, lengths, rule, heads, sizes, decay, state):
+    tensors, offsets = inputs(lengths, rule, heads, sizes, decay, state, dtype=torch.float32), offsets_of(lengths)
+    exact = results([None if x is None else x.double() for x in tensors], offsets, rule)
+    compare(results(tensors, offsets, rule), exact, 2e-4, 2e-5)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_decay_of_nothing_and_of_all_and_no_writing(rule: Rule) -> None:
+def test_threads_do_not_change_a_bit(instructions, rule):
+    lengths = [130, 3, 0, 70]
+    tensors, offsets = inputs(lengths, rule, dtype=torch.float32), offsets_of(lengths)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(results(tensors, offsets, rule))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_views_are_read_where_they_lie_and_gradients_come_for_what_asks_only(instructions):
+    rule, lengths = Rule(True, False), [70, 9]
+    q, k, v, g, beta, state = (x.detach() for x in inputs(lengths, rule, (2, 2), (16, 16), dtype=torch.float32))
+    packed, offsets = torch.stack([q, k, v], 1).flatten(1), offsets_of(lengths)
+    views = list(packed.unflatten(1, (3, 2, 16)).unbind(1))
+    expected = results([q, k, v, g, beta, state], offsets, rule)
+    for wanted in range(6):
+        leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate([*views, g, beta, state])]
+        o, end = call(leaves, offsets, rule)
+        torch.testing.assert_close((o, end), (expected[0], expected[1]))
+        o.sum().backward()
+        assert [x.grad is not None for x in leaves] == [i == wanted for i in range(6)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta, state)]
+    call(leaves, offsets, rule)[1].square().sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    call(exact, offsets, rule)[1].square().sum().backward()
+    compare([x.grad for x in leaves[1:]], [x.grad for x in exact[1:]])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_decay_of_nothing_and_of_all_and_no_writing(rule: Rule, dtype: torch.dtype) -> None:
     lengths = [70, 5]
-    tensors, offsets = inputs(lengths, rule, dtype=torch.float64), offsets_of(lengths)
+    tensors, offsets = inputs(lengths, rule, dtype=dtype), offsets_of(lengths)
     with torch.no_grad():
         tensors[3][::3] = -math.inf
         tensors[3][1::3] = 0
         if rule.delta:
             tensors[4][::2] = 0
             tensors[4][1::4] = 1
-    found, expected = results(tensors, offsets, rule), results(tensors, offsets, rule, reference=True)
+    found, expected = results(tensors, offsets, rule), results([None if x is None else x.double() for x in tensors], offsets, rule, reference=True)
     assert all(bool(x.isfinite().all()) for x in found)
-    compare(found, expected, 1e-8, 1e-9)
+    compare(found, expected, *((2e-4, 2e-5) if dtype == torch.float32 else (1e-8, 1e-9)))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -110,9 +159,10 @@ def test_a_sequence_goes_on_from_its_state_as_if_it_had_not_been_cut(rule: Rule)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_what_is_not_a_number_stays_in_its_sequence(rule: Rule) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_is_not_a_number_stays_in_its_sequence(rule: Rule, dtype: torch.dtype) -> None:
     lengths = [70, 20, 70]
-    tensors, offsets = inputs(lengths, rule), offsets_of(lengths)
+    tensors, offsets = inputs(lengths, rule, dtype=dtype), offsets_of(lengths)
     expected = results(tensors, offsets, rule)
     with torch.no_grad():
         tensors[2][75] = math.nan

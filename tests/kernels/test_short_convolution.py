@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from semantide.kernels.short_convolution import last_inputs, short_convolution
@@ -34,6 +34,28 @@ def test_values_and_gradients_are_those_of_the_reference(lengths, channels, taps
         torch.testing.assert_close(found, expected)
 
 
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 9), max_size=5), st.sampled_from([1, 3, 16, 37, 64, 70, 140]), st.integers(1, 5), st.booleans())
+def test_every_instruction_set_gives_the_values_and_gradients_of_the_reference(instructions, lengths, channels, taps, before):
+    tensors = inputs(lengths, channels, taps, before, torch.float32)
+    exact = [x if x is None or not x.is_floating_point() else x.double() for x in tensors]
+    for found, expected in zip(results(short_convolution, *tensors), results(short_convolution.reference, *exact), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_do_not_change_a_bit_and_views_are_read_where_they_lie(instructions):
+    x, weight, offsets, before = (t.detach() for t in inputs([40, 0, 3], 200, dtype=torch.float32))
+    wide = torch.cat([x, x], 1)
+    count, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found += [results(short_convolution, y, weight, offsets, before) for y in (x, wide[:, 200:])]
+    finally:
+        torch.set_num_threads(count)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 def test_gradcheck_of_the_reference() -> None:
     x, weight, offsets, before = inputs([3, 0, 5])
     assert torch.autograd.gradcheck(lambda *leaves: short_convolution.reference(leaves[0], leaves[1], offsets, leaves[2]), (x, weight, before))
@@ -53,8 +75,9 @@ def test_a_sequence_goes_on_from_its_last_inputs(parts, taps):
     torch.testing.assert_close(last_inputs(x[rest], later, kept), last_inputs(x, offsets, before))
 
 
-def test_what_is_not_a_number_stays_in_its_sequence() -> None:
-    x, weight, offsets, _ = inputs([4, 5], before=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_is_not_a_number_stays_in_its_sequence(dtype: torch.dtype) -> None:
+    x, weight, offsets, _ = inputs([4, 5], before=False, dtype=dtype)
     expected = results(short_convolution, x, weight, offsets, None)
     with torch.no_grad():
         x[3] = math.nan

@@ -1,5 +1,6 @@
 """Checkpoints of Qwen3.5 and Qwen3-Next as transformers writes them, and ours read by transformers: the same logits."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,7 @@ def packed() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_of(theirs: Any, tokens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    bounds = offsets.tolist()
-    return torch.cat([theirs(tokens[None, begin:end]).logits[0] for begin, end in zip(bounds[:-1], bounds[1:], strict=True)])
+    return torch.cat([theirs(tokens[None, begin:end]).logits[0] for begin, end in itertools.pairwise(offsets.tolist())])
 
 
 @pytest.mark.filterwarnings("ignore")
