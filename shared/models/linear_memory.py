@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.models.generator import GeneratorConfig
 from semantide.shared.models.generator_layers import Layer
 from semantide.shared.models.linear_layer import FORMS, LinearState
+
+Records = Literal["float32", "bfloat16", "float16"]
+RECORD_TYPES: dict[Records, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What tokens of beams may be recorded as."""
 
 
 @dataclass(frozen=True)
