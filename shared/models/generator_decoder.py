@@ -63,7 +63,9 @@ class DecodingState:
     Shapes: ``prompt_L2PGd`` [L, 2, P, G, d], ``own_L2CGd`` [L, 2, C, G, d].
     """
 
-    def __init__(self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, linear: LinearMemory, steps: int, leases: Sequence[KVLease] | None) -> None:
+    def __init__(
+        self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, linear: LinearMemory, steps: int, leases: Sequence[KVLease] | None
+    ) -> None:
         self.tokens_R, self.bounds, self.prompt_L2PGd, self.linear = list(tokens_R), bounds, prompt_L2PGd, linear
         self.own_L2CGd = prompt_L2PGd[:, :, :0]
         self.ancestry = Ancestry(len(bounds) - 1, prompt_L2PGd.device)

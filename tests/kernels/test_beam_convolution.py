@@ -24,7 +24,8 @@ def test_each_beam_sees_what_a_sequence_of_its_tokens_sees(taps: int, prompts: l
     depth = max(map(len, paths), default=1)
     rows = torch.tensor([[-1] * (depth - len(path)) + path for path in paths], dtype=torch.long).view(nodes, depth)
     expected = torch.stack(
-        [torch.zeros(channels)] + [short_convolution(all_x := torch.cat([inputs[requests[path[-1]]], x[path]]), weight, torch.tensor([0, len(all_x)]))[-1] for path in paths]
+        [torch.zeros(channels)]
+        + [short_convolution(all_x := torch.cat([inputs[requests[path[-1]]], x[path]]), weight, torch.tensor([0, len(all_x)]))[-1] for path in paths]
     )[1:]
     for function in (beam_convolution, beam_convolution.reference):
         own = torch.full((nodes, channels), torch.nan)

@@ -15,7 +15,9 @@ RULES = [(delta, per_channel) for delta in (False, True) for per_channel in (Fal
 class Case:
     """Random beams of several requests, step by step, and what a state of each beam's own gives."""
 
-    def __init__(self, requests: int, groups: int, share: int, size: int, value_size: int, rule: tuple[bool, bool], seed: int, dtype: torch.dtype, strength: float = 1.0) -> None:
+    def __init__(
+        self, requests: int, groups: int, share: int, size: int, value_size: int, rule: tuple[bool, bool], seed: int, dtype: torch.dtype, strength: float = 1.0
+    ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.groups, self.heads, self.size, self.value_size, self.dtype, self.strength = groups, groups * share, size, value_size, dtype, strength
         self.delta, self.per_channel = rule
@@ -60,7 +62,11 @@ class Case:
 
 @settings(deadline=None, max_examples=20)
 @given(
-    st.integers(1, 3), st.sampled_from([(1, 1), (2, 2), (3, 1)]), st.sampled_from([(1, 1), (4, 3), (16, 16), (5, 33)]), st.sampled_from(RULES), st.integers(0, 9),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 2), (3, 1)]),
+    st.sampled_from([(1, 1), (4, 3), (16, 16), (5, 33)]),
+    st.sampled_from(RULES),
+    st.integers(0, 9),
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
 )
 def test_beams_equal_those_with_states_of_their_own(requests, heads, sizes, rule, seed, widths) -> None:
@@ -111,7 +117,28 @@ def test_short_records_are_rounded_as_torch_rounds_them(instructions, dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_kind_of_number_is_rounded_as_torch_rounds_it(instructions, dtype) -> None:
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 65504.0, 65519.9, 65520.0, 1e-8, 2.0**-24, 2.0**-25, 6e-8, 3e-5, 6.1e-5, 1e38, -1e-40, 1.00048828125, 1.00390625])
+    special = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            math.inf,
+            -math.inf,
+            math.nan,
+            65504.0,
+            65519.9,
+            65520.0,
+            1e-8,
+            2.0**-24,
+            2.0**-25,
+            6e-8,
+            3e-5,
+            6.1e-5,
+            1e38,
+            -1e-40,
+            1.00048828125,
+            1.00390625,
+        ]
+    )
     values = torch.cat([special, torch.randn(994, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 6, 994)])
     count, zero = len(values), torch.zeros
     records = BeamRecords.empty(count, zero(1, 1, 1, 1), 1, False, dtype)
@@ -219,7 +246,13 @@ def test_wrong_rows_are_refused(attention) -> None:
         with pytest.raises(ValueError, match="one base"):
             run([[0, 2], [1, 3]], bases_B=torch.tensor(wrong))
     q, k, v, g, beta = tokens
-    for changed in ((q[:1], k, v, g, beta), (q, k, v[:, :, :3], g, beta), (q, k, v, g[..., 0], beta), (q, k, v, g.expand(-1, -1, 3), beta), (q, k, v, g, beta[:1])):
+    for changed in (
+        (q[:1], k, v, g, beta),
+        (q, k, v[:, :, :3], g, beta),
+        (q, k, v, g[..., 0], beta),
+        (q, k, v, g.expand(-1, -1, 3), beta),
+        (q, k, v, g, beta[:1]),
+    ):
         with pytest.raises(ValueError, match="states \\[states"):
             attention(*changed, case.states, bases, records, torch.tensor([[0, 2], [1, 3]]))
     with pytest.raises(ValueError, match="records of shapes"):
