@@ -185,6 +185,17 @@ struct LinearAttention {
 
 // `weight` and its gradient lie tap by tap; `before` (null where nothing is) holds taps - 1 rows of each sequence. The backward pass is wanted where `grad_weight` is
 // given, which is zero before; it writes over `out`.
+struct BeamConvolution {
+  int64_t beams, channels, taps, steps, requests, num_kept, kind;  // kind of what is kept: 0 float32, 1 bfloat16, 2 float16
+  const float* x;
+  int64_t x_row;
+  const float *weight, *before;  // weight tap by tap
+  const int64_t* requests_of;
+  void* own;
+  const int64_t* rows;
+  float* out;
+};
+
 struct ShortConvolution {
   int64_t sequences, channels, taps;
   const float* x;

@@ -26,7 +26,8 @@ from torch import Tensor
 from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+RECORD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the C++ kernels keep of beams' tokens, and how their structures call it."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def beam_linear_attention_native(
     floats = (q_BGd, k_BGd, v_BHe, g_BH1, states_MHde, records.decay_NH1, *(() if beta_BH is None else (beta_BH,)))
     library = native.library_for(*floats)
     kept = (records.k_NGd, records.delta_NHe, records.decay_NH1)
-    kind = _KINDS.get(records.k_NGd.dtype)
+    kind = RECORD_KINDS.get(records.k_NGd.dtype)
     if library is None or kind is None or records.delta_NHe.dtype != records.k_NGd.dtype or not all(x.is_contiguous() for x in kept):
         return beam_linear_attention.reference(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
     _check(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)

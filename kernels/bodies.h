@@ -13,4 +13,5 @@
 #include "linear_attention_chunk.h"
 #include "linear_attention.h"
 #include "short_convolution.h"
+#include "beam_convolution.h"
 #include "embedding_rows.h"

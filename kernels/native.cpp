@@ -41,7 +41,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures in arguments.h, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 7; }
+EXPORT int64_t semantide_version() { return 8; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -299,5 +299,23 @@ EXPORT int64_t semantide_short_convolution(const ShortConvolution* given, int64_
   const Bodies& body = bodies();
 #pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && blocks > 1)
   for (int64_t block = 0; block < blocks; ++block) body.short_convolution(a, block);
+  return 0;
+}
+
+// Returns 0, or 1 where a request or a kept row does not exist.
+EXPORT int64_t semantide_beam_convolution(const BeamConvolution* given, int64_t threads) {
+  const BeamConvolution& a = *given;
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    const int64_t* rows = a.rows + beam * a.steps;
+    if (a.requests_of[beam] < 0 || a.requests_of[beam] >= a.requests || rows[a.steps - 1] < 0) return 1;
+    for (int64_t s = 0; s < a.steps; ++s)
+      if (rows[s] < -1 || rows[s] >= a.num_kept || (s && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
+  }
+  const int64_t chunk = 32, chunks = (a.beams + chunk - 1) / chunk;
+  const Bodies& body = bodies();
+  for (const bool keep : {true, false}) {
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && a.beams * a.channels > 32768)
+    for (int64_t part = 0; part < chunks; ++part) body.beam_convolution(a, part * chunk, std::min((part + 1) * chunk, a.beams), keep);
+  }
   return 0;
 }

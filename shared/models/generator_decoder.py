@@ -54,6 +54,10 @@ class PromptKV:
         differ = (tokens_t[:shorter] != self.tokens_t[:shorter]).nonzero()
         return int(differ[0]) if len(differ) else shorter
 
+    def known_places(self, common: int) -> int:
+        """Of so many first places that another prompt shares, those that need not be read again."""
+        return max((mark.places for mark in self.marks if mark.places <= common), default=0) if self.marks else common
+
 
 class DecodingState:
     """Keys and values of a batch of requests: of each prompt once, and of every beam of every step so far.
@@ -150,11 +154,14 @@ class DecodingState:
 class GeneratorDecoder:
     """What beam search needs of a generator: logits of level 0 from prompts, then of each level from the chosen codes."""
 
-    def __init__(self, generator: Generator, flush_depth: int | None = None) -> None:
-        """Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that."""
+    def __init__(self, generator: Generator, records: torch.dtype | None = None, flush_depth: int | None = None) -> None:
+        """What linear layers record of beams' tokens may be of a shorter type than the weights.
+
+        Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that.
+        """
         self.generator = generator.eval()
         self.level_sizes = generator.config.level_sizes
-        self.linear_size = LinearSize.of(generator.config, generator.model.embed_tokens.weight.dtype, flush_depth)
+        self.linear_size = LinearSize.of(generator.config, generator.model.embed_tokens.weight.dtype, records, flush_depth)
         kinds = [layer.linear for layer in generator.layers]
         self._num_softmax = kinds.count(False)
         self._index_of = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]  # among the layers of its kind
@@ -264,15 +271,12 @@ class GeneratorDecoder:
                 f"keys and values of shape {tuple(kept.shape)}, {kept.dtype}, for {len(prompt.tokens_t)} tokens do not fit this model's {tuple(store.shape)}, "
                 f"{store.dtype}: give back those that the same model made"
             )
-        known = min(self.places(prompt.common_tokens(state.tokens_R[request])), end - begin - 1)
-        mark = None
-        if state.linear:
-            mark = max((each for each in prompt.marks if each.places <= known), key=lambda each: each.places, default=None)
-            known = 0 if mark is None else mark.places
+        known = prompt.known_places(min(self.places(prompt.common_tokens(state.tokens_R[request])), end - begin - 1))
         if known < 2:
             return 0
-        if mark is not None:
-            state.linear.resume(request, mark)
+        for mark in prompt.marks:
+            if mark.places == known:
+                state.linear.resume(request, mark)
         store[:, :, begin : begin + known] = kept[:, :, :known]
         return known
 

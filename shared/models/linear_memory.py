@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.models.generator import GeneratorConfig
 from semantide.shared.models.generator_layers import Layer
 from semantide.shared.models.linear_layer import FORMS, LinearState
+
+Records = Literal["float32", "bfloat16", "float16"]
+RECORD_TYPES: dict[Records, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What tokens of beams may be recorded as."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +44,28 @@ class Mark:
 
 @dataclass(frozen=True)
 class LinearSize:
-    """Bytes of one request's parts, over all linear layers of a model."""
+    """Bytes of one request's parts, over all linear layers of a model; ``records`` is the type of what is kept of beams' tokens, but the decay."""
 
     mark: int
     row: int
     own_state: int
     flush_depth: int
+    records: torch.dtype
 
     @classmethod
-    def of(cls, config: GeneratorConfig, dtype: torch.dtype, flush_depth: int | None = None) -> LinearSize:
-        """Those of a model whose weights have this type."""
-        shape, each, wide = config.linear, dtype.itemsize, max(dtype.itemsize, 4)
+    def of(cls, config: GeneratorConfig, dtype: torch.dtype, records: torch.dtype | None = None, flush_depth: int | None = None) -> LinearSize:
+        """Those of a model whose weights have this type, as records have unless another is given."""
+        shape, each, wide, records = config.linear, dtype.itemsize, max(dtype.itemsize, 4), records or dtype
         mark = row = own_state = 0
         for kind in config.types:
             if kind in FORMS:
                 decays = shape.num_value_heads * (shape.key_head_dim if FORMS[kind].rule.per_channel else 1)
                 state = shape.num_value_heads * shape.key_head_dim * shape.value_head_dim * wide
                 mark += state + (shape.conv_kernel - 1) * shape.channels * each
-                row += (shape.num_key_heads * shape.key_head_dim + shape.num_value_heads * shape.value_head_dim + shape.channels) * each + decays * wide
+                kept = shape.num_key_heads * shape.key_head_dim + shape.num_value_heads * shape.value_head_dim
+                row += (kept + shape.channels) * records.itemsize + decays * wide
                 own_state += state
-        return cls(mark, row, own_state, flush_depth or break_even_depth(shape.key_head_dim, shape.value_head_dim))
+        return cls(mark, row, own_state, flush_depth or break_even_depth(shape.key_head_dim, shape.value_head_dim), records)
 
     def fixed(self, width: int, steps: int) -> int:
         """Beside the rows: both marks, and states of the beams' own where so many steps are worth them."""
@@ -131,8 +138,10 @@ class LinearMemory:
             if kind in FORMS:
                 states_RHde = like.new_zeros(requests, shape.num_value_heads, shape.key_head_dim, shape.value_head_dim, dtype=wide)
                 nothing = LinearState(like.new_zeros(requests, shape.conv_kernel - 1, shape.channels), states_RHde)
-                records = BeamRecords.empty(0, states_RHde, shape.num_key_heads, FORMS[kind].rule.per_channel, like.dtype)
-                self._layers.append(_Layer(nothing, LinearState(*(x.clone() for x in nothing)), records, like.new_empty(0, shape.channels), states_RHde))
+                records = BeamRecords.empty(0, states_RHde, shape.num_key_heads, FORMS[kind].rule.per_channel, size.records)
+                self._layers.append(
+                    _Layer(nothing, LinearState(*(x.clone() for x in nothing)), records, like.new_empty(0, shape.channels, dtype=size.records), states_RHde)
+                )
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder, PromptKV
 from semantide.shared.models.linear_layer import LinearConfig
+from semantide.shared.models.token_merger import MergerConfig
 
 from .test_generator_decoder import LEVELS, Player, pack
 
@@ -23,11 +24,11 @@ MIXES = [
 ]
 
 
-def make(types: tuple[str, ...], dtype: torch.dtype = torch.float64, levels: tuple[int, ...] = LEVELS, seen_bias: bool = False) -> Generator:
+def make(types: tuple[str, ...], dtype: torch.dtype = torch.float64, merger: MergerConfig | None = None) -> Generator:
     torch.manual_seed(0)
     linear = LinearConfig(num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=6)
     shape = {"num_layers": len(types), "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24}
-    generator = Generator(GeneratorConfig(levels, **shape, layer_types=types, linear=linear, seen_bias=seen_bias))  # type: ignore[arg-type]
+    generator = Generator(GeneratorConfig(LEVELS, **shape, layer_types=types, linear=linear, merger=merger or MergerConfig()))  # type: ignore[arg-type]
     return generator.to(dtype)
 
 
@@ -46,7 +47,7 @@ def recompute(generator: Generator, tokens: torch.Tensor, level: int) -> torch.T
 )
 def test_steps_equal_full_recomputation_for_any_parents(histories, widths, types, flush_depth, seed) -> None:
     generator = make(types)
-    decoder, player = GeneratorDecoder(generator, flush_depth), Player(generator, seed)
+    decoder, player = GeneratorDecoder(generator, flush_depth=flush_depth), Player(generator, seed)
     prompts = [player.prompt(items) for items in histories]
     logits, state = decoder.begin(*pack(prompts))
     for row, prompt in zip(logits, prompts, strict=True):
@@ -71,7 +72,7 @@ def test_steps_equal_full_recomputation_for_any_parents(histories, widths, types
 def test_a_request_of_any_batch_gets_what_it_gets_alone(requests, types, flush_depth, data) -> None:
     """Requests have widths of their own, some have one prompt, share nothing else, and some leave while the others go on."""
     generator = make(types)
-    decoder, player = GeneratorDecoder(generator, flush_depth), Player(generator, data.draw(st.integers(0, 99)))
+    decoder, player = GeneratorDecoder(generator, flush_depth=flush_depth), Player(generator, data.draw(st.integers(0, 99)))
     prompts = [player.prompt(items) for items, _ in requests]
     if len(prompts) > 2:
         prompts[2] = prompts[0]
@@ -131,6 +132,43 @@ def test_a_returning_user_gets_what_a_new_one_gets(requests, types, seed) -> Non
                 torch.testing.assert_close(tuple(ours), tuple(theirs), rtol=1e-9, atol=1e-9)
 
 
+def test_records_of_a_shorter_type_change_little_and_are_reserved_as_such() -> None:
+    generator = make(("linear_attention", "full_attention", "kda"), torch.float32)
+    decoders = [GeneratorDecoder(generator, records, 99) for records in (None, torch.bfloat16, torch.float16)]
+    player = Player(generator, 0)
+    prompt, pool = player.prompt(3), KVPool(10**6)
+    steps = [player.beams([1 if level == 1 else 6], [6], level) for level in (1, 2, 3)]
+    answers = []
+    for decoder in decoders:
+        with pool.reserve(decoder.kv_bytes(len(prompt), 6)) as lease:
+            _, state = decoder.begin(*pack([prompt]), leases=[lease])
+            answers.append([decoder.step(state, level, *beams) for level, beams in enumerate(steps, start=1)][-1])
+            assert lease.drawn_bytes == lease.num_bytes
+    assert decoders[0].kv_bytes(9, 6) > decoders[1].kv_bytes(9, 6) == decoders[2].kv_bytes(9, 6)
+    for short, tolerance in ((answers[1], 2**-6), (answers[2], 2**-8)):
+        assert 0 < (short - answers[0]).abs().max() < tolerance * answers[0].abs().max()
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.sampled_from(["none", "kept", "merged"]), st.sampled_from(MIXES), st.integers(0, 99))
+def test_merged_prompts_are_decoded_as_they_are_read_at_once_and_read_on(items, separator, types, seed) -> None:
+    generator = make(types, merger=MergerConfig(True, separator))
+    decoder, player = GeneratorDecoder(generator), Player(generator, seed)
+    prompts = [player.prompt(each) for each in items]
+    logits, state = decoder.begin(*pack(prompts))
+    hidden, offsets = generator(*pack(prompts)), [0, *itertools.accumulate(decoder.places(len(prompt)) for prompt in prompts)]
+    torch.testing.assert_close(logits, generator.logits(hidden[torch.tensor(offsets[1:]) - 1], 0))
+    longer = [torch.cat([prompt, player.prompt(1)[1:]]) for prompt in prompts]
+    warm, warm_state = decoder.begin(*pack(longer), [state.prompt_kv(request) for request in range(len(prompts))])
+    cold, cold_state = decoder.begin(*pack(longer))
+    torch.testing.assert_close(warm, cold, rtol=1e-9, atol=1e-9)
+    assert warm_state.read_R == tuple(
+        generator.prompt_shape.places_per_item if each else decoder.places(len(longer[request])) for request, each in enumerate(items)
+    )
+    beams = player.beams([1] * len(prompts), [3] * len(prompts), 1)
+    torch.testing.assert_close(decoder.step(warm_state, 1, *beams), decoder.step(cold_state, 1, *beams), rtol=1e-9, atol=1e-9)
+
+
 def test_what_a_prompt_leaves_is_of_one_size_however_long_it_is() -> None:
     decoder = GeneratorDecoder(make(("linear_attention", "gla")))
     player = Player(decoder.generator, 0)
@@ -149,7 +187,7 @@ def test_a_prompt_of_another_model_is_refused() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=3), st.sampled_from(MIXES), st.sampled_from([1, 2, 99]), st.data())
 @settings(deadline=None, max_examples=15)
 def test_a_request_never_holds_more_than_it_reserved(requests, types, flush_depth, data) -> None:
-    decoder = GeneratorDecoder(make(types, torch.float32), flush_depth)
+    decoder = GeneratorDecoder(make(types, torch.float32), flush_depth=flush_depth)
     player = Player(decoder.generator, 0)
     prompts = [player.prompt(items) for items, _ in requests]
     needed = [decoder.kv_bytes(len(prompt), width) for prompt, (_, width) in zip(prompts, requests, strict=True)]
