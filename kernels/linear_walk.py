@@ -75,7 +75,7 @@ class _Walk(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         q_TGd, k_TGd, v_THe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TGd, k_TGd, v_THe))
-        g, beta_TH, state_BHde = (x if x is None else x.contiguous() for x in (g, beta_TH, state_BHde))
+        g, (beta_TH, state_BHde) = g.contiguous(), (x if x is None else x.contiguous() for x in (beta_TH, state_BHde))
         offsets_B1, run = offsets_B1.long().contiguous(), walker.run(q_TGd.shape[2], g.ndim == 3)
         chunks_B1 = torch.zeros_like(offsets_B1)
         chunks_B1[1:] = ((offsets_B1.diff() + run - 1) // run).cumsum(0)
@@ -93,29 +93,33 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THe: Tensor | None, grad_BHde: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        given = Given(*saved[:8], ctx.run)
-        q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde = given[:6]
+        q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, *kept = ctx.saved_tensors
+        given = Given(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, ctx.run)
         (tokens, heads, value_size), (groups, size) = v_THe.shape, q_TGd.shape[1:]
         parts = ctx.walker.parts(size, value_size)
         grad_THe = torch.zeros_like(v_THe, memory_format=torch.contiguous_format) if grad_THe is None else grad_THe.contiguous()
         grads = Gradients(
             grad_THe,
             None if grad_BHde is None else grad_BHde.contiguous(),
-            *(v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32) for _ in range(2)),
+            v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32),
+            v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32),
             torch.empty_like(v_THe, memory_format=torch.contiguous_format),
             g.new_empty(parts, *g.shape, dtype=torch.float32),
             None if beta_TH is None else g.new_empty(parts, tokens, heads, dtype=torch.float32),
-            torch.empty_like(saved[8]),
+            torch.empty_like(kept[0]),
         )
-        ctx.walker.walk(given, Kept(grad_THe, *saved[8:]), grads)
-        # Of a single part the sum would be a copy.
-        q, k, grad_g, grad_beta = (x if x is None else x[0] if parts == 1 else x.sum(0) for x in (grads.q_RTHd, grads.k_RTHd, grads.g_RTH, grads.beta_RTH))
+        ctx.walker.walk(given, Kept(grad_THe, *kept), grads)
+        q, k = (_whole(x) for x in (grads.q_RTHd, grads.k_RTHd))
         if groups != heads:
             q, k = (x.view(tokens, groups, heads // groups, size).sum(2) for x in (q, k))
-        typed = [x if x is None else x.to(y.dtype) for x, y in ((q, q_TGd), (k, k_TGd), (grad_g, g), (grad_beta, beta_TH))]
+        grad_beta = None if grads.beta_RTH is None else _whole(grads.beta_RTH).to(beta_TH.dtype)
         grad_state = None if state_BHde is None else grads.state_BHde.to(state_BHde.dtype)
-        return typed[0], typed[1], grads.v_THe, typed[2], typed[3], grad_state, None, None
+        return q.to(q_TGd.dtype), k.to(k_TGd.dtype), grads.v_THe, _whole(grads.g_RTH).to(g.dtype), grad_beta, grad_state, None, None
+
+
+def _whole(parts_R: Tensor) -> Tensor:
+    """The sum of all parts; of a single one it would be a copy."""
+    return parts_R[0] if len(parts_R) == 1 else parts_R.sum(0)
 
 
 def _walk_native(given: Given, kept: Kept, gradients: Gradients | None) -> None:

@@ -109,11 +109,12 @@ def last_inputs(x_TC: Tensor, offsets_B1: Tensor, before_BQC: Tensor) -> Tensor:
     Shapes: [T, C], [B + 1], [B, Q, C] -> [B, Q, C].
     """
     sequences, room = before_BQC.shape[:2]
-    lengths_B1 = offsets_B1.diff()[:, None]
-    back_BQ = lengths_B1 - room + torch.arange(room, device=x_TC.device)
-    old_BQ = torch.arange(sequences, device=x_TC.device)[:, None] * room + (back_BQ + room)
-    rows_BQ = torch.where(back_BQ >= 0, before_BQC[:, :, 0].numel() + offsets_B1[:-1, None] + back_BQ, old_BQ)
-    return torch.cat([before_BQC.flatten(0, 1), x_TC])[rows_BQ]
+    if not len(x_TC):
+        return before_BQC
+    back_BQ = offsets_B1.diff()[:, None] - room + torch.arange(room, device=x_TC.device)
+    new_BQC = x_TC[(offsets_B1[:-1, None] + back_BQ).clamp(min=0)]
+    old_BQC = before_BQC[torch.arange(sequences, device=x_TC.device)[:, None], (back_BQ + room).clamp(max=room - 1)]
+    return torch.where(back_BQ[:, :, None] >= 0, new_BQC, old_BQC)
 
 
 def _check(x_TC: Tensor, weight_CK: Tensor, offsets_B1: Tensor, before_BQC: Tensor | None) -> None:

@@ -247,7 +247,14 @@ def hybrid(size: Literal["tiny", "small", "base"]) -> TrainConfig:
         "base": ((("linear_attention",) * 3 + ("full_attention",)) * 2, 1344, LinearConfig(2, 4, 128, 128)),
     }[size]
     shape = replace(
-        plain.generator, num_layers=len(layers), layer_types=layers, linear=linear, intermediate_size=width, attention_gate=True, centred_norms=True, rotary_share=0.5
+        plain.generator,
+        num_layers=len(layers),
+        layer_types=layers,
+        linear=linear,
+        intermediate_size=width,
+        attention_gate=True,
+        centred_norms=True,
+        rotary_share=0.5,
     )
     return replace(plain, recipe=f"hybrid-{size}", generator=shape)
 

@@ -50,7 +50,10 @@ def test_retrievers_come_in_five_sizes_of_either_layer_for_their_longest_histori
         ({"generator": 5}, "generator is 5: give an object"),
         ({"generator": {"layers": 5}}, r"'generator\.layers' is unknown"),
         ({"generator": {"level_sizes": [3]}}, "not to be set"),
-        ({"generator": {"layer_types": ["linear"]}}, "layer_types is .*give one of full_attention, linear_attention, kda, gla, mamba2 for each of the 3 layers"),
+        (
+            {"generator": {"layer_types": ["linear"]}},
+            "layer_types is .*give one of full_attention, linear_attention, kda, gla, mamba2 for each of the 3 layers",
+        ),
         ({"generator": {"layer_types": "kda"}}, "give a list with a name"),
         ({"generator": {"linear": {"num_key_heads": 0}}}, "num_key_heads is 0"),
         ({"generator": {"rotary_share": 0.3}}, "rotary_share is 0.3"),
