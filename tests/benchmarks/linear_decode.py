@@ -282,7 +282,9 @@ def returning(options: Any, measures: dict[str, dict[str, Any]]) -> None:
         before = tokens[:-4]
         _, state = decoder.begin(before, torch.tensor([0, len(before)]))
         kept = state.prompt_kv(0)
-        seconds = alternate({"cold": lambda p=(tokens, offsets): decoder.begin(*p), "warm": lambda p=(tokens, offsets), k=kept: decoder.begin(*p, [k])}, 5, clock=clock())
+        seconds = alternate(
+            {"cold": lambda p=(tokens, offsets): decoder.begin(*p), "warm": lambda p=(tokens, offsets), k=kept: decoder.begin(*p, [k])}, 5, clock=clock()
+        )
         measures[f"returning_items{items}_bytes"] = measure(sum(mark.num_bytes for mark in kept.marks), "bytes", "lower", "")
         measures[f"returning_items{items}_warm_ms"] = measure(1e3 * seconds["warm"], "ms", "lower", f"cold: {1e3 * seconds['cold']:.1f} ms")
 
