@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from semantide.shared.decoding.beam_search import beam_search
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.models import linear_memory
 from semantide.shared.models.generator import Generator, GeneratorConfig
-from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder
+from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder, PromptKV
 from semantide.shared.models.generator_layers import Layer
 from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.linear_memory import LinearMemory
@@ -122,7 +123,7 @@ class OwnStates(LinearMemory):
         seen = torch.cat([self.inputs[index], mixer.in_proj_qkv(x_BD)[:, None]], 1)
         self.inputs[index] = seen[:, 1:]
         given = mixer.operands(x_BD, F.silu(torch.einsum("bqc,cq->bc", seen, mixer.taps_CK)))
-        tokens = tuple(x.contiguous() for x in (given.q_TGd, given.k_TGd, given.v_THe, given.g, given.beta_TH))
+        tokens = tuple(x.contiguous() for x in given[:5] if x is not None)
         states = self.states[index]
         return given.result(own_states_step(tokens, states, torch.arange(len(x_BD)), states))
 
@@ -168,14 +169,11 @@ def play(decoder: GeneratorDecoder, state: DecodingState, width: int, steps: int
     random = torch.Generator().manual_seed(width)
     if form == "materialised":
         state.linear = OwnStates(state.linear)
-    linear_memory.beam_linear_attention = replay if form == "replayed" else beam_linear_attention  # type: ignore[assignment]
-    try:
+    with patch.object(linear_memory, "beam_linear_attention", replay if form == "replayed" else beam_linear_attention):
         for level in range(1, steps + 1):
             parents = torch.randint(1 if level == 1 else width, (1, width), generator=random).sort(1).values
             codes = torch.randint(decoder.level_sizes[level - 1], (1, width), generator=random)
             logits = decoder.step(state, level, parents, codes)
-    finally:
-        linear_memory.beam_linear_attention = beam_linear_attention
     return logits
 
 
@@ -282,9 +280,14 @@ def returning(options: Any, measures: dict[str, dict[str, Any]]) -> None:
         before = tokens[:-4]
         _, state = decoder.begin(before, torch.tensor([0, len(before)]))
         kept = state.prompt_kv(0)
-        seconds = alternate(
-            {"cold": lambda p=(tokens, offsets): decoder.begin(*p), "warm": lambda p=(tokens, offsets), k=kept: decoder.begin(*p, [k])}, 5, clock=clock()
-        )
+
+        def cold(tokens: Tensor = tokens, offsets: Tensor = offsets) -> object:
+            return decoder.begin(tokens, offsets)
+
+        def warm(tokens: Tensor = tokens, offsets: Tensor = offsets, kept: PromptKV = kept) -> object:
+            return decoder.begin(tokens, offsets, [kept])
+
+        seconds = alternate({"cold": cold, "warm": warm}, 5, clock=clock())
         measures[f"returning_items{items}_bytes"] = measure(sum(mark.num_bytes for mark in kept.marks), "bytes", "lower", "")
         measures[f"returning_items{items}_warm_ms"] = measure(1e3 * seconds["warm"], "ms", "lower", f"cold: {1e3 * seconds['cold']:.1f} ms")
 
