@@ -31,9 +31,9 @@ from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
+from semantide.shared.models.linear_memory import RECORD_TYPES, Records
 from semantide.shared.models.prompt_cache import PromptCache
 from semantide.shared.models.prompt_spelling import PromptSpelling
-from semantide.shared.models.linear_memory import RECORD_TYPES, Records
 from semantide.shared.models.quantised import Weights, shorten
 from semantide.shared.models.vocabulary import Vocabulary
 from semantide.shared.telemetry import logger

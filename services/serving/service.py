@@ -279,9 +279,7 @@ class Service:
 
     def _load(self, pair: Pair) -> Bundle:
         settings = self._settings
-        return load_and_warm(
-            self._store, pair, settings.serving_prompt_cache_bytes, self.swapper.bundles, settings.serving_weights, settings.serving_records
-        )
+        return load_and_warm(self._store, pair, settings.serving_prompt_cache_bytes, self.swapper.bundles, settings.serving_weights, settings.serving_records)
 
     def _lineup(self) -> Lineup:
         lineup = self.swapper.lineup

@@ -153,7 +153,9 @@ def test_a_model_with_linear_attention_answers_in_groups_and_reads_returning_use
         same(found, alone(bundle, replace(query, user=None)))
     assert pool.in_use_bytes == 0
     longer = Query((*history, "i50"), user="ann")
-    assert Prepared.of(bundle, longer).tokens == each == Prepared.of(bundle, queries[0]).tokens, "the end of the prompt is known, or what comes before its last item"
+    assert Prepared.of(bundle, longer).tokens == each == Prepared.of(bundle, queries[0]).tokens, (
+        "the end of the prompt is known, or what comes before its last item"
+    )
     group = begin(bundle, [longer])
     same(finish(group)[0], alone(bundle, replace(longer, user=None)))
     assert group.tokens_read == each
