@@ -19,6 +19,7 @@ Source: OneLA (arXiv 2609.12399), with what is above in place of its running pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -157,6 +158,28 @@ def beam_linear_attention_native(
         _check_rows(bases_B, len(states_MHde), rows_BS, len(records))
         raise AssertionError("the kernel refuses rows that are right")
     return o_BHe
+
+
+@beam_linear_attention.register("cuda")
+def beam_linear_attention_cuda(
+    q_BGd: Tensor,
+    k_BGd: Tensor,
+    v_BHe: Tensor,
+    g_BH1: Tensor,
+    beta_BH: Tensor | None,
+    states_MHde: Tensor,
+    bases_B: Tensor,
+    records: BeamRecords,
+    rows_BS: Tensor,
+) -> Tensor:
+    """In Triton, with sums in float32; float64 and a torch without Triton take the torch way."""
+    if find_spec("triton") is None or states_MHde.dtype == torch.float64:
+        return beam_linear_attention.reference(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
+    _check(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
+    _check_rows(bases_B, len(states_MHde), rows_BS, len(records))
+    from semantide.kernels.triton_beam_linear_attention import beam_linear_attention_triton
+
+    return beam_linear_attention_triton(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
 
 
 def materialise(states_MHde: Tensor, bases_B: Tensor, records: BeamRecords, rows_BS: Tensor) -> Tensor:
