@@ -70,7 +70,7 @@ types: install  ## mypy --strict
 	rm -rf $$folder; exit $$status
 
 BENCHMARKS := ingestion semantic_ids quality swap staged_attention jagged_attention jagged_embedding negatives beam_select constraint decode data_pipeline pipeline semi_async \
-	page_wise merger checkpoint table_snapshots load_balancing weak_scaling scale_simulation mfu placement npu_trace reconcile serving soak service_balance satisfaction alignment reward linear_train
+	page_wise merger checkpoint table_snapshots load_balancing weak_scaling scale_simulation mfu placement npu_trace reconcile serving soak service_balance satisfaction alignment reward linear_train linear_decode
 
 bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
 	@status=0; for benchmark in $(BENCHMARKS); do data=""; echo "== $$benchmark"; \

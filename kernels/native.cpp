@@ -265,13 +265,14 @@ EXPORT int64_t semantide_beam_linear(const BeamLinear* given, int64_t threads) {
       }
     written[rows[a.steps - 1] - low] = 2;
   }
-  // Beams of one state stay together, so that it is read once for them, as far as there is work for every thread; those that follow one another stay in order.
+  // Beams of one state stay together as far as there is work for every thread; of some tens of them all heads follow one another, whose tokens are neighbours,
+  // as long as a state lies in the second-level cache meanwhile. Beams that follow one another stay in order.
   std::vector<int64_t> cuts{0};
-  if (!ordered && threads > 1) {
-    const int64_t wanted = (4 * threads + a.groups - 1) / a.groups, most = std::max<int64_t>(1, (a.beams + wanted - 1) / wanted);
+  const int64_t wanted = (4 * threads + a.groups - 1) / a.groups, share = threads > 1 ? (a.beams + wanted - 1) / wanted : a.beams;
+  const int64_t most = std::max<int64_t>(24, a.heads * a.size * a.value_size > 1 << 18 ? share : std::min<int64_t>(share, 96));
+  if (!ordered)
     for (int64_t beam = 1; beam < a.beams; ++beam)
-      if (a.bases[beam] != a.bases[beam - 1] ? beam - cuts.back() >= std::min<int64_t>(most, 24) : beam - cuts.back() >= std::max<int64_t>(most, 24)) cuts.push_back(beam);
-  }
+      if (beam - cuts.back() >= (a.bases[beam] != a.bases[beam - 1] ? 24 : most)) cuts.push_back(beam);
   cuts.push_back(a.beams);
   const int64_t parts = static_cast<int64_t>(cuts.size()) - 1, tasks = parts * a.groups;
   const Bodies& body = bodies();
