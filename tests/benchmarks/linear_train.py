@@ -2,7 +2,7 @@
 
 Lengths: 256 users of Amazon Beauty, three codes an item; and 32 users at even steps of KuaiRand-27K's distribution, divided by 20. transformers pads: it gets the
 histories in order of length in 1, 4, 16 and 64 batches, and the fastest of these, found by one run of each, is the baseline. The layer is all of Qwen3-Next's mixer (projections, short
-convolution, gates, norm), with the same weights, beside ours.
+convolution, gates, norm), with the same weights, beside ours. Prompts are read by a layer's mixer, of linear attention and of softmax with about as many parameters.
 
 With --quick every eighth history.
 
@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from jagged_attention import beauty_lengths, differences, entry, kuairand_lengths, step  # type: ignore[import-not-found]
 from stopwatch import alternate, arguments, finish  # type: ignore[import-not-found]
 
+from semantide.kernels.attention import jagged_attention
 from semantide.kernels.linear_attention import Rule, linear_attention, linear_attention_by_chunks
 from semantide.shared.models.generator import GeneratorConfig
+from semantide.shared.models.generator_layers import Attention
 from semantide.shared.models.hybrid_weights import to_ours
 from semantide.shared.models.linear_layer import FORMS, LinearAttention, LinearConfig
 
@@ -109,6 +111,40 @@ def layer_rows(name: str, lengths: list[int], options: Any, measures: dict[str, 
         module.zero_grad()
 
 
+@torch.inference_mode()
+def prompt_rows(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
+    """Reading one prompt: the mixer of a layer of linear attention beside a softmax one of as many parameters (hidden size 512, heads of 128)."""
+    size = 512
+    torch.manual_seed(0)
+    shape = LinearConfig(2, 4, 128, 128)
+    config = GeneratorConfig((8,), num_layers=1, hidden_size=size, num_heads=4, num_kv_heads=4, head_dim=128, linear=shape)
+    softmax, linear = Attention(config).eval(), LinearAttention(shape, FORMS["linear_attention"], size, 1e-6).eval()
+    lengths = (2048, 8192) if options.quick else (2048, 8192, 32768)
+    x = torch.randn(lengths[-1], size, generator=torch.Generator().manual_seed(2))
+    whole, part = (linear.read(x[:length], torch.tensor([0, length]))[0][:500] for length in (1000, 500))
+    if (apart := float((whole - part).abs().max())) > 1e-4:
+        wrong.append(f"the beginning of a prompt is read {apart:.1e} apart from a prompt that ends there")
+    seconds: dict[int, dict[str, float]] = {}
+    for length in lengths:
+        angles = torch.arange(length)[:, None, None] * 10000.0 ** (-torch.arange(0, 128, 2) / 128)
+        offsets = torch.tensor([0, length])
+
+        turns = angles.cos(), angles.sin()
+
+        def attended(x_TD: Tensor = x[:length], turns: tuple[Tensor, Tensor] = turns, offsets: Tensor = offsets) -> Tensor:
+            return softmax.output(x_TD, jagged_attention(*softmax.project(x_TD, *turns), offsets))
+
+        def read(x_TD: Tensor = x[:length], offsets: Tensor = offsets) -> Tensor:
+            return linear.output(x_TD, linear.read(x_TD, offsets)[0])
+
+        runs = 1 if length > 8192 else 3
+        seconds[length] = alternate({"softmax": attended, "linear": read}, runs)
+        told = f"softmax: {seconds[length]['softmax'] * 1e3:.1f} ms, {seconds[length]['linear'] * 1e3:.1f} here"
+        measures[f"prompt_speedup_{length}"] = entry(seconds[length]["softmax"] / seconds[length]["linear"], "ratio", "higher", told, runs, {"at_least": 1})
+    growth = seconds[lengths[-1]]["linear"] / seconds[lengths[0]]["linear"] / (lengths[-1] / lengths[0])
+    measures[f"prompt_cost_a_token_{lengths[-1]}_over_{lengths[0]}"] = entry(growth, "ratio", "lower", "1 is linear", 1, {"at_least": 1.2, "aim": 1})
+
+
 def run(
     name: str,
     functions: dict[str, Callable[[], Tensor]],
@@ -154,6 +190,7 @@ def main() -> int:
         operator_rows(name, lengths, options, measures, wrong)
         if name == "beauty":
             layer_rows(name, lengths, options, measures, wrong)
+    prompt_rows(options, measures, wrong)
     return finish("linear_train", options, measures, wrong)
 
 
