@@ -94,6 +94,39 @@ inline float half_number(uint16_t bits) {
   std::memcpy(&value, &number, 4);
   return value;
 }
+
+// The half-precision number nearest to a float; of two equally near the even one.
+inline uint16_t half_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (bits < 0x38800000u) {  // below the normal ones: the sum with 1/2 has their last place where a float's is
+    float small, half = 0.5f;
+    std::memcpy(&small, &bits, 4);
+    small += half;
+    std::memcpy(&bits, &small, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13));
+}
+
+struct BeamLinear {
+  int64_t beams, groups, heads, size, value_size, steps, decays, per_channel, kind;  // kind of the records: 0 float32, 1 bfloat16, 2 float16
+  const float *q, *k, *v;
+  int64_t q_beam, q_head, k_beam, k_head, v_beam, v_head;
+  const float *g, *beta;  // beta is null without the delta rule
+  const float* states;
+  const int64_t* bases;
+  int64_t num_states, num_records;
+  void *own_k, *own_delta;
+  float* own_decay;
+  const int64_t* rows;
+  float* out;
+};
+
 #include "jagged_fusion_plan.h"
 
 struct GatherRows {
@@ -131,4 +164,45 @@ struct SegmentOrder {
   int64_t count, segments;
   const int64_t* inverse;
   int64_t *starts, *order;
+};
+
+// `decay` and `beta` (null without the delta rule) lie row by row, as do all gradients; `chunks` is the first chunk of each sequence; `starts` and `unknown` are kept
+// for the backward pass, which is wanted where `grad_state` is given.
+struct LinearAttention {
+  int64_t sequences, heads, share, size, value_size, per_channel, run;
+  const float* q;
+  int64_t q_row, q_head;
+  const float* k;
+  int64_t k_row, k_head;
+  const float* v;
+  int64_t v_row, v_head;
+  const float *decay, *beta, *state;
+  const int64_t *offsets, *chunks;
+  float *out, *end, *starts, *unknown;
+  const float *grad_out, *grad_end;
+  float *grad_q, *grad_k, *grad_v, *grad_decay, *grad_beta, *grad_state;
+};
+
+// `weight` and its gradient lie tap by tap; `before` (null where nothing is) holds taps - 1 rows of each sequence. The backward pass is wanted where `grad_weight` is
+// given, which is zero before; it writes over `out`.
+struct BeamConvolution {
+  int64_t beams, channels, taps, steps, requests, num_kept, kind;  // kind of what is kept: 0 float32, 1 bfloat16, 2 float16
+  const float* x;
+  int64_t x_row;
+  const float *weight, *before;  // weight tap by tap
+  const int64_t* requests_of;
+  void* own;
+  const int64_t* rows;
+  float* out;
+};
+
+struct ShortConvolution {
+  int64_t sequences, channels, taps;
+  const float* x;
+  int64_t x_row;
+  const float *weight, *before;
+  const int64_t* offsets;
+  float* out;
+  const float* grad_out;
+  float *grad_x, *grad_weight, *grad_before;
 };

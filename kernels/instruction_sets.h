@@ -71,12 +71,17 @@ struct Bodies {
   void (*gather_rows)(const GatherRows&, int64_t, int64_t);
   void (*segment_sums)(const RowSegments&, int64_t, int64_t);
   void (*step_rows)(const RowStep&, int64_t, int64_t, float*);
+  void (*beam_linear)(const BeamLinear&, int64_t, int64_t, int64_t);
+  void (*linear_attention)(const LinearAttention&, int64_t, int64_t);
+  void (*short_convolution)(const ShortConvolution&, int64_t);
+  void (*beam_convolution)(const BeamConvolution&, int64_t, int64_t, bool);
 };
 
 #define BODIES_OF(set)                                                                                                    \
   {#set, set::beam_attention, set::prefix_attention, set::normalise_rows, set::turn_rows, set::gate_rows, set::normalise, \
    set::beam_select, set::sampled_sums, set::sampled_shares, set::sampled_hidden, set::sampled_table, set::jagged_fusion, \
-   set::gather_rows, set::segment_sums, set::step_rows}
+   set::gather_rows, set::segment_sums, set::step_rows, set::beam_linear, set::linear_attention, set::short_convolution, \
+   set::beam_convolution}
 const Bodies kBodies[] = {
     BODIES_OF(basic),
 #if defined(__x86_64__)

@@ -41,7 +41,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures in arguments.h, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 5; }
+EXPORT int64_t semantide_version() { return 8; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -233,6 +233,90 @@ EXPORT int64_t semantide_step_rows(const RowStep* given, int64_t threads) {
     std::vector<float> sum(a.segments.size);
 #pragma omp for schedule(dynamic)
     for (int64_t part = 0; part < chunks; ++part) body.step_rows(a, part * chunk, std::min((part + 1) * chunk, a.segments.count), sum.data());
+  }
+  return 0;
+}
+
+// Returns 0; 1 where a state or a record does not exist; 2 where two beams write one record, or one is read before it is written.
+EXPORT int64_t semantide_beam_linear(const BeamLinear* given, int64_t threads) {
+  const BeamLinear& a = *given;
+  int64_t low = a.num_records, high = -1;
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    const int64_t* rows = a.rows + beam * a.steps;
+    if (a.bases[beam] < 0 || a.bases[beam] >= a.num_states || rows[a.steps - 1] < 0) return 1;
+    for (int64_t s = 0; s < a.steps; ++s)
+      if (rows[s] < -1 || rows[s] >= a.num_records || (s && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
+    low = std::min(low, rows[a.steps - 1]), high = std::max(high, rows[a.steps - 1]);
+  }
+  // Of each row that is written: not in this call (0), not yet (1), or by a beam before (2).
+  std::vector<char> written(std::max<int64_t>(0, high - low + 1));
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    char& mark = written[a.rows[(beam + 1) * a.steps - 1] - low];
+    if (mark) return 2;
+    mark = 1;
+  }
+  bool ordered = false;
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    const int64_t* rows = a.rows + beam * a.steps;
+    for (int64_t s = 0; s < a.steps - 1; ++s)
+      if (rows[s] >= low && rows[s] <= high && written[rows[s] - low]) {
+        if (written[rows[s] - low] == 1) return 2;
+        ordered = true;
+      }
+    written[rows[a.steps - 1] - low] = 2;
+  }
+  // Beams of one state stay together as far as there is work for every thread; of some tens of them all heads follow one another, whose tokens are neighbours,
+  // as long as a state lies in the second-level cache meanwhile. Beams that follow one another stay in order.
+  std::vector<int64_t> cuts{0};
+  const int64_t wanted = (4 * threads + a.groups - 1) / a.groups, share = threads > 1 ? (a.beams + wanted - 1) / wanted : a.beams;
+  const int64_t most = std::max<int64_t>(24, a.heads * a.size * a.value_size > 1 << 18 ? share : std::min<int64_t>(share, 96));
+  if (!ordered)
+    for (int64_t beam = 1; beam < a.beams; ++beam)
+      if (beam - cuts.back() >= (a.bases[beam] != a.bases[beam - 1] ? 24 : most)) cuts.push_back(beam);
+  cuts.push_back(a.beams);
+  const int64_t parts = static_cast<int64_t>(cuts.size()) - 1, tasks = parts * a.groups;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks > 1)
+  for (int64_t task = 0; task < tasks; ++task) body.beam_linear(a, task % a.groups, cuts[task / a.groups], cuts[task / a.groups + 1]);
+  return 0;
+}
+
+EXPORT int64_t semantide_linear_attention(const LinearAttention* given, int64_t threads) {
+  const LinearAttention& a = *given;
+  std::vector<int64_t> order(a.sequences);
+  for (int64_t i = 0; i < a.sequences; ++i) order[i] = i;
+  // The longest begin, so that no thread is left alone with one.
+  std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return a.offsets[i + 1] - a.offsets[i] > a.offsets[j + 1] - a.offsets[j]; });
+  const int64_t tasks = a.sequences * a.heads;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(threads)) if (threads > 1 && tasks > 1)
+  for (int64_t task = 0; task < tasks; ++task) body.linear_attention(a, order[task / a.heads], task % a.heads);
+  return 0;
+}
+
+EXPORT int64_t semantide_short_convolution(const ShortConvolution* given, int64_t threads) {
+  const ShortConvolution& a = *given;
+  const int64_t blocks = (a.channels + 63) / 64;
+  const Bodies& body = bodies();
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && blocks > 1)
+  for (int64_t block = 0; block < blocks; ++block) body.short_convolution(a, block);
+  return 0;
+}
+
+// Returns 0, or 1 where a request or a kept row does not exist.
+EXPORT int64_t semantide_beam_convolution(const BeamConvolution* given, int64_t threads) {
+  const BeamConvolution& a = *given;
+  for (int64_t beam = 0; beam < a.beams; ++beam) {
+    const int64_t* rows = a.rows + beam * a.steps;
+    if (a.requests_of[beam] < 0 || a.requests_of[beam] >= a.requests || rows[a.steps - 1] < 0) return 1;
+    for (int64_t s = 0; s < a.steps; ++s)
+      if (rows[s] < -1 || rows[s] >= a.num_kept || (s && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
+  }
+  const int64_t chunk = 32, chunks = (a.beams + chunk - 1) / chunk;
+  const Bodies& body = bodies();
+  for (const bool keep : {true, false}) {
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(threads)) if (threads > 1 && a.beams * a.channels > 32768)
+    for (int64_t part = 0; part < chunks; ++part) body.beam_convolution(a, part * chunk, std::min((part + 1) * chunk, a.beams), keep);
   }
   return 0;
 }

@@ -12,7 +12,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-VERSION = 5  # of the structures' layout; the library names its own
+VERSION = 8  # of the structures' layout; the library names its own
 
 _KERNELS = tuple(
     f"semantide_{name}"
@@ -31,6 +31,10 @@ _KERNELS = tuple(
         "gather_rows",
         "segment_sums",
         "step_rows",
+        "beam_linear",
+        "linear_attention",
+        "short_convolution",
+        "beam_convolution",
     )
 )
 
@@ -51,6 +55,10 @@ SEGMENT_ORDER = Struct("2q P 2P")
 GATHER_ROWS = Struct("2q 3P")
 SEGMENT_SUMS = Struct("2q 4P")
 STEP_ROWS = Struct("2q 4P q P 5P 4f")
+BEAM_CONVOLUTION = Struct("7q P q 2P 2P P P")
+BEAM_LINEAR = Struct("9q 3P 6q 2P 2P 2q 3P 2P")
+LINEAR_ATTENTION = Struct("7q P2q P2q P2q 3P 2P 4P 2P 6P")
+SHORT_CONVOLUTION = Struct("3q Pq 2P P P P 3P")
 JAGGED_FUSION = Struct("8q 3P 6q 3P 2P 2P P 2q 5P 2P f")
 
 

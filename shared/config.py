@@ -101,6 +101,8 @@ class Settings(BaseSettings):
     """Threads that compute recommendations, each with its share of the cores. 0: one per two cores, at most 4."""
     serving_weights: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
     """Form in which a CPU keeps the served model's layers. ``auto``: whatever is clearly fastest there, measured when a model is loaded; `semantide evaluate --weights` says what a form costs."""
+    serving_records: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Form in which layers of linear attention record what beams generate. The shorter ones take half the memory and round."""
     serving_queue: int = Field(default=2048, ge=1)
     """Most recommendation requests that wait; beyond it the answer is 429, requests."""
     serving_deadline_seconds: float = Field(default=10.0, gt=0)

@@ -31,6 +31,7 @@ from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder, PromptKV
+from semantide.shared.models.linear_memory import RECORD_TYPES, Records
 from semantide.shared.models.prompt_cache import PromptCache
 from semantide.shared.models.prompt_spelling import PromptSpelling
 from semantide.shared.models.quantised import Weights, shorten
@@ -217,10 +218,13 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], Mapping
     return tuple(title or "" for title in table["title"].to_pylist()), {name: np.array(members, dtype=np.int64) for name, members in rows.items()}
 
 
-def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
+def load_bundle(
+    store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32", records: Records = "float32"
+) -> Bundle:
     """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
 
-    What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same. ``weights`` is the form in which a CPU keeps the layers' weights.
+    What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same. ``weights`` is the form in which a CPU keeps the layers' weights,
+    ``records`` that of what layers of linear attention keep of beams.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
@@ -242,7 +246,7 @@ def load_bundle(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, l
     vocabulary = generator.vocabulary
     return Bundle(
         pair=pair,
-        model=GeneratorDecoder(generator),
+        model=GeneratorDecoder(generator, RECORD_TYPES[records]),
         vocabulary=vocabulary,
         catalog=catalog,
         trie=trie,

@@ -134,7 +134,8 @@ class Prepared:
         last = self.bundle.prompts.get(self.query.user) if self.query.user is not None else None
         common = 0 if last is None else last.common_tokens(torch.as_tensor(self.prompt, device=last.tokens_t.device))
         # The last place is always read, whatever is kept.
-        self.kept, self.tokens = last is not None, max(1, self.places - self.bundle.model.places(common))
+        common = min(self.bundle.model.places(common), self.places - 1)
+        self.kept, self.tokens = last is not None, self.places - (common if last is None else last.known_places(common))
         return last
 
     @property

@@ -39,6 +39,7 @@ from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, Corrupt, NotFound, PermanentError, TransientError
 from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.jobs import Jobs
+from semantide.shared.models.linear_memory import Records
 from semantide.shared.models.quantised import Weights
 from semantide.shared.shown_lists import ShownLists
 
@@ -49,12 +50,14 @@ _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
 _LOOK_UP_SECONDS = 1.0  # of a look-up: requests with a history of their own wait for it too
 
 
-def load_and_warm(store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32") -> Bundle:
+def load_and_warm(
+    store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32", records: Records = "float32"
+) -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded, weights)
+    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded, weights, records)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -283,7 +286,8 @@ class Service:
         return said if isinstance(said, str) else None
 
     def _load(self, pair: Pair) -> Bundle:
-        return load_and_warm(self._store, pair, self._settings.serving_prompt_cache_bytes, self.swapper.bundles, self._settings.serving_weights)
+        settings = self._settings
+        return load_and_warm(self._store, pair, settings.serving_prompt_cache_bytes, self.swapper.bundles, settings.serving_weights, settings.serving_records)
 
     def _lineup(self) -> Lineup:
         lineup = self.swapper.lineup

@@ -17,6 +17,7 @@ from semantide.services.training.negatives import mix_of
 from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.linear_layer import LinearAttention
 from semantide.shared.models.retriever import FuXiLayer, Retriever
 from semantide.shared.models.sasrec import SASRec
 
@@ -68,8 +69,8 @@ def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
     """The work of a model's training, from its own layers and the loss that ``config`` asks for."""
     if isinstance(model, Generator):
         shape = model.config
-        linear = _linear(model.model.layers)
-        pairs = shape.num_layers * 2 * shape.num_heads * shape.head_dim
+        linear = _linear(model.model.layers) + sum(_recurrence(layer.linear_attn) for layer in model.layers if layer.linear)
+        pairs = shape.types.count("full_attention") * 2 * shape.num_heads * shape.head_dim
         levels, loss = model.vocabulary.levels, shape.hidden_size * sum(shape.level_sizes)
         if not shape.merger.enabled:
             return StepWork(linear, pairs, loss, levels)
@@ -92,6 +93,13 @@ def work_of(model: nn.Module, config: TrainConfig, num_items: int) -> StepWork:
             _linear(model.layers), (1 + channels) * size * model.config.num_layers, size * compared, per_item_pair=float(size if hard.in_batch else 0)
         )
     raise ValueError(f"the work of a {type(model).__name__} is not known: give a generator, a SASRec or a retriever")
+
+
+def _recurrence(mixer: LinearAttention) -> int:
+    """Of a token in a layer of linear attention: the short convolution, one writing into each head's state and one or two readings."""
+    shape = mixer.config
+    state = shape.num_value_heads * shape.key_head_dim * shape.value_head_dim
+    return shape.channels * shape.conv_kernel + (3 if mixer.form.rule.delta else 2) * state
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> float:

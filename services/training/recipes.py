@@ -11,6 +11,7 @@ from semantide.services.training.page_targets import Form, PagesConfig
 from semantide.shared.models.generator import GeneratorConfig
 from semantide.shared.models.item_rows import TableGrowth
 from semantide.shared.models.item_table import TableOptimiser
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.retriever import RetrieverConfig
 from semantide.shared.models.sasrec import SASRecConfig
 
@@ -237,6 +238,27 @@ def base() -> TrainConfig:
     )
 
 
+def hybrid(size: Literal["tiny", "small", "base"]) -> TrainConfig:
+    """A recipe with linear attention in most layers and softmax in every last one of a group, with as many parameters; the other numbers are those of ``size``."""
+    plain = {"tiny": tiny, "small": small, "base": base}[size]()
+    layers, width, linear = {
+        "tiny": (("linear_attention", "full_attention"), 104, LinearConfig(1, 2, 32, 32)),
+        "small": (("linear_attention",) * 3 + ("full_attention",), 112, LinearConfig(2, 4, 32, 32)),
+        "base": ((("linear_attention",) * 3 + ("full_attention",)) * 2, 1344, LinearConfig(2, 4, 128, 128)),
+    }[size]
+    shape = replace(
+        plain.generator,
+        num_layers=len(layers),
+        layer_types=layers,
+        linear=linear,
+        intermediate_size=width,
+        attention_gate=True,
+        centred_norms=True,
+        rotary_share=0.5,
+    )
+    return replace(plain, recipe=f"hybrid-{size}", generator=shape)
+
+
 def pretrained() -> TrainConfig:
     """Goes on from a language model of the Qwen family: config ``checkpoint`` names its folder, and the codes are added to its vocabulary."""
     return TrainConfig(
@@ -320,6 +342,9 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "pagewise": pagewise,
     "pointwise": partial(pagewise, "point"),
     "base": base,
+    "hybrid-tiny": partial(hybrid, "tiny"),
+    "hybrid-small": partial(hybrid, "small"),
+    "hybrid-base": partial(hybrid, "base"),
     "pretrained": pretrained,
     "sasrec": sasrec,
     **{f"retriever-{size}": partial(retriever, size) for size in RETRIEVER_SIZES},
@@ -354,6 +379,10 @@ def overridden(config: C, changes: Mapping[str, Any], path: str) -> C:
         elif name == "features":
             if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) and x for x in value) or len(set(value)) != len(value):
                 raise ValueError(f'config {where} is {value!r}: give a list of names, each once, such as ["categories"]')
+            values[name] = tuple(value)
+        elif name == "layer_types":
+            if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) for x in value):
+                raise ValueError(f'config {where} is {value!r}: give a list with a name for each layer, such as ["linear_attention", "full_attention"]')
             values[name] = tuple(value)
         elif isinstance(default, tuple):
             if not isinstance(value, (list, tuple)) or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):

@@ -1,6 +1,7 @@
 """The generator: a decoder-only transformer over the tokens of semantic ids, with the layers of the Qwen family.
 
-RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU; queries and keys are normalised as in Qwen3 or have biases as in Qwen2.5.
+RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU; queries and keys are normalised as in Qwen3 or have biases as in Qwen2.5. Any layers
+may have linear attention in the place of softmax, as in Qwen3-Next and Qwen3.5 (``linear_layer.py``).
 Parameter names are those of Hugging Face, so that weights load and save without conversion. Dropout and the scales are training-time additions that do not change the
 saved model: ``save_pretrained`` folds the scales into the weights.
 With a merger the items of a prompt are one vector each (``token_merger.py``), and what is generated after it stays code by code.
@@ -16,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semantide.kernels.attention import jagged_attention
 from semantide.kernels.dropout import dropout
-from semantide.kernels.gating import silu_product
-from semantide.kernels.normalisation import rms_norm
-from semantide.kernels.rotary import norm_rotate
+from semantide.shared.models.generator_layers import Layer, RMSNorm
+from semantide.shared.models.linear_layer import FORMS, LinearConfig
 from semantide.shared.models.seen_bias import SeenBias
 from semantide.shared.models.token_merger import MergedRows, MergerConfig, PromptShape, TokenMerger
 from semantide.shared.models.vocabulary import Layout, Vocabulary
@@ -48,6 +48,16 @@ class GeneratorConfig:
     """Whether queries and keys are normalised per head."""
     qkv_bias: bool = False
     output_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    """Of each layer: ``full_attention`` (softmax), ``linear_attention`` (the gated delta rule), ``kda``, ``gla`` or ``mamba2``. Empty: softmax all of them."""
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    """Shape of the layers that are not softmax."""
+    attention_gate: bool = False
+    """Whether what softmax attention gives is gated by its layer's input, as in Qwen3.5."""
+    rotary_share: float = 1.0
+    """Share of a softmax head's features that turn with the position."""
+    centred_norms: bool = False
+    """Whether the norms' factors are 1 plus what is learned, as in Qwen3.5."""
     vocab_size: int = 0
     tie_word_embeddings: bool = True
     dropout: float = 0.0
@@ -75,6 +85,11 @@ class GeneratorConfig:
             raise ValueError(f"vocab_size {self.vocab_size} is smaller than the {size} tokens of levels {self.level_sizes}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}, and head_dim {self.head_dim} even")
+        known = ("full_attention", *FORMS)
+        if self.layer_types and (len(self.layer_types) != self.num_layers or not set(self.layer_types) <= set(known)):
+            raise ValueError(f"layer_types is {list(self.layer_types)}: give one of {', '.join(known)} for each of the {self.num_layers} layers, or nothing")
+        if not 0 < self.rotary_share <= 1 or self.rotary_size % 2:
+            raise ValueError(f"rotary_share is {self.rotary_share}: give a share of head_dim {self.head_dim} that is an even number of features")
         if self.seen_bias and not self.layout.plain:
             raise ValueError(f"seen_bias counts the items of histories with one begin token and nothing between items, not of {self.layout}")
         if self.merger.enabled and not self.layout.plain:
@@ -83,100 +98,15 @@ class GeneratorConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share from 0 up to but not including 1")
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Of every layer."""
+        return self.layer_types or ("full_attention",) * self.num_layers
 
-class RMSNorm(nn.Module):
-    """Division by the root mean square, and a learned factor per feature."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotated queries and keys."""
-
-    def __init__(self, config: GeneratorConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, d], keys and values [T, G, d] at the given rotations."""
-        return self.queries(x_TD, cos_T1d, sin_T1d), *self.keys_values(x_TD, cos_T1d, sin_T1d)
-
-    def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-        """Queries [T, H, d]."""
-        return self._turn(self.q_proj(x_TD), self.q_norm, cos_T1d, sin_T1d)
-
-    def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [T, G, d]."""
-        return self._turn(self.k_proj(x_TD), self.k_norm, cos_T1d, sin_T1d), self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
-
-    def _turn(self, x: Tensor, norm: nn.Module, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-        x_THd = x.unflatten(-1, (-1, self.head_dim))
-        if isinstance(norm, RMSNorm):
-            return norm_rotate(x_THd, norm.weight, cos_T1d, sin_T1d, norm.eps)
-        return norm_rotate(x_THd, None, cos_T1d, sin_T1d)
-
-    def output(self, o_THd: Tensor) -> Tensor:
-        """Heads back to the hidden size."""
-        y: Tensor = self.o_proj(o_THd.flatten(-2))
-        return y
-
-
-class SwiGLU(nn.Module):
-    """The gated feed-forward block."""
-
-    def __init__(self, config: GeneratorConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Feature mixing at each place."""
-        y: Tensor = self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
-        return y
-
-
-class Layer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream."""
-
-    def __init__(self, config: GeneratorConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
-        self.rate = config.dropout
-
-    def project(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this layer's input."""
-        return self.self_attn.project(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
-
-    def queries(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-        """Queries alone, for a layer of whose places few are asked for."""
-        return self.self_attn.queries(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
-
-    def keys_values(self, x_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values alone."""
-        return self.self_attn.keys_values(self.input_layernorm(x_TD), cos_T1d, sin_T1d)
-
-    def finish(self, x_TD: Tensor, o_THd: Tensor) -> Tensor:
-        """The layer's output from its input and the attention's result."""
-        x_TD = x_TD + dropout(self.self_attn.output(o_THd), self.rate, self.training)
-        y_TD: Tensor = x_TD + dropout(self.mlp(self.post_attention_layernorm(x_TD)), self.rate, self.training)
-        return y_TD
+    @property
+    def rotary_size(self) -> int:
+        """Features of a softmax head that turn."""
+        return int(self.head_dim * self.rotary_share)
 
 
 class Trunk(nn.Module):
@@ -185,8 +115,8 @@ class Trunk(nn.Module):
     def __init__(self, config: GeneratorConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.centred_norms)
 
 
 class Generator(nn.Module):
@@ -215,7 +145,7 @@ class Generator(nn.Module):
                 parameter.normal_(std=self.config.initializer_range)
             elif parameter.ndim == 2 and not name.startswith("merger."):
                 # What is added to the residual stream starts small, so that depth does not blow it up.
-                damping = (2 * self.config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                damping = (2 * self.config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1.0
                 parameter.normal_(std=damping * parameter.shape[1] ** -0.5)
             elif name.endswith(".bias"):
                 parameter.zero_()
@@ -314,8 +244,11 @@ class Generator(nn.Module):
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., 1, d / 2] of rotary positions."""
         # Frequencies are no buffer: a model in a short type would round them, and turn far places by wrong angles.
-        powers = torch.arange(0, self.config.head_dim, 2, device=positions.device).float() / self.config.head_dim
+        size = self.config.rotary_size
+        powers = torch.arange(0, size, 2, device=positions.device).float() / size
         angles = positions.to(torch.float32).unsqueeze(-1) * self.config.rope_theta**-powers
+        if size < self.config.head_dim:
+            angles = F.pad(angles, (0, (self.config.head_dim - size) // 2))  # the last pairs of a head do not turn
         dtype = self.model.embed_tokens.weight.dtype
         return angles.cos().unsqueeze(-2).to(dtype), angles.sin().unsqueeze(-2).to(dtype)
 
@@ -328,7 +261,7 @@ class Generator(nn.Module):
         positions_T = torch.arange(len(x_TD), device=x_TD.device) - offsets_B1[:-1].repeat_interleave(offsets_B1.diff())
         cos_T1d, sin_T1d = self.rotation(positions_T)
         for layer in self.layers:
-            x_TD = layer.finish(x_TD, jagged_attention(*layer.project(x_TD, cos_T1d, sin_T1d), offsets_B1))
+            x_TD = layer.finish(x_TD, layer.attend(x_TD, cos_T1d, sin_T1d, offsets_B1))
         hidden_TD: Tensor = self.model.norm(x_TD)
         return hidden_TD
 
@@ -355,15 +288,18 @@ class Generator(nn.Module):
         """Logits over every token, [..., V], as Hugging Face computes them; level scales and ``seen_bias`` do not apply."""
         return hidden @ self.head_VD.T
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` as Hugging Face's Qwen3ForCausalLM or Qwen2ForCausalLM."""
+    def save_pretrained(self, folder: Path, kind: str | None = None) -> None:
+        """Write ``config.json`` and ``model.safetensors`` as one of Hugging Face's causal models: Qwen2, Qwen3, or with linear attention Qwen3.5.
+
+        ``kind`` ``qwen3_next`` writes the latter as Qwen3-Next. Layers that Hugging Face has in no model keep our own names.
+        """
         from semantide.shared.models.pretrained import save_generator
 
-        save_generator(self, folder)
+        save_generator(self, folder, kind)
 
     @classmethod
     def from_pretrained(cls, folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
-        """Read a folder that ``save_pretrained`` or transformers' Qwen3ForCausalLM or Qwen2ForCausalLM (Qwen2.5) wrote.
+        """Read a folder that ``save_pretrained`` or transformers' Qwen2 (Qwen2.5), Qwen3, Qwen3-Next (without experts) or Qwen3.5 wrote.
 
         ``level_sizes`` says how the tokens divide where the folder's config does not; ``pretrained.py`` says how a folder tells where they lie.
         Raises: NotFound, Corrupt, Conflict.

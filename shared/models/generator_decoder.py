@@ -2,8 +2,9 @@
 
 Prompts that a user brought before can be given back (``cached``): only what follows the common beginning is then read. Of the last layer a prompt needs
 every key and value, but the output of its last place alone. With a merger a prompt has fewer places than tokens; beams go on token by token all the same.
+Layers of linear attention keep a state of each prompt and a record of each token of a beam, by the same index (``linear_memory.py``).
 Legend: R requests, W beams of the widest request, B live beams of all requests, T packed prompt tokens, P their places, N new ones among them, D hidden size,
-H query heads, G key/value heads, d head size, K codes of a level, L layers, C capacity of the beams' stores, t tokens and p places of one prompt.
+H query heads, G key/value heads, d head size, K codes of a level, L softmax layers, C capacity of the beams' stores, t tokens and p places of one prompt.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from semantide.kernels.prefix_attention import prefix_attention
 from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.models.generator import Generator
+from semantide.shared.models.linear_memory import LinearMemory, LinearSize, Mark
 from semantide.shared.models.seen_bias import SeenItems
 
 
@@ -27,16 +29,19 @@ from semantide.shared.models.seen_bias import SeenItems
 class PromptKV:
     """Keys and values of one prompt, and its tokens, which say for what other prompts they are good.
 
+    With layers of linear attention a prompt is read on from one of the ``marks`` only.
+
     Shapes: ``tokens_t`` [t], ``kv_L2pGd`` [L, 2, p, G, d] (keys, then values).
     """
 
     tokens_t: Tensor
     kv_L2pGd: Tensor
+    marks: tuple[Mark, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """What it occupies."""
-        return self.kv_L2pGd.nbytes + self.tokens_t.nbytes
+        return self.kv_L2pGd.nbytes + self.tokens_t.nbytes + sum(mark.num_bytes for mark in self.marks)
 
     @property
     def num_places(self) -> int:
@@ -49,6 +54,10 @@ class PromptKV:
         differ = (tokens_t[:shorter] != self.tokens_t[:shorter]).nonzero()
         return int(differ[0]) if len(differ) else shorter
 
+    def known_places(self, common: int) -> int:
+        """Of so many first places that another prompt shares, those that need not be read again."""
+        return max((mark.places for mark in self.marks if mark.places <= common), default=0) if self.marks else common
+
 
 class DecodingState:
     """Keys and values of a batch of requests: of each prompt once, and of every beam of every step so far.
@@ -58,20 +67,23 @@ class DecodingState:
     Shapes: ``prompt_L2PGd`` [L, 2, P, G, d], ``own_L2CGd`` [L, 2, C, G, d].
     """
 
-    def __init__(self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, leases: Sequence[KVLease] | None) -> None:
-        self.tokens_R, self.bounds, self.prompt_L2PGd = list(tokens_R), bounds, prompt_L2PGd
+    def __init__(
+        self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, linear: LinearMemory, steps: int, leases: Sequence[KVLease] | None
+    ) -> None:
+        self.tokens_R, self.bounds, self.prompt_L2PGd, self.linear = list(tokens_R), bounds, prompt_L2PGd, linear
         self.own_L2CGd = prompt_L2PGd[:, :, :0]
         self.ancestry = Ancestry(len(bounds) - 1, prompt_L2PGd.device)
         self.seen: SeenItems | None = None
         self.read_R: tuple[int, ...] = ()
-        self._leases = None if leases is None else list(leases)
+        self._steps, self._leases = steps, None if leases is None else list(leases)
+        self._own_states_R = [0] * (len(bounds) - 1)  # beams with a state of their own, at most so far
         self._place_bytes = prompt_L2PGd[:, :, 0].numel() * prompt_L2PGd.element_size() if bounds[-1] else 0
-        self._draw([end - begin for begin, end in pairwise(bounds)])
+        self._draw([(end - begin) * self._place_bytes + 2 * linear.size.mark for begin, end in pairwise(bounds)])
 
-    def _draw(self, places_R: Sequence[int]) -> None:
+    def _draw(self, bytes_R: Sequence[int]) -> None:
         if self._leases is not None:
-            for lease, places in zip(self._leases, places_R, strict=True):
-                lease.draw(places * self._place_bytes)
+            for lease, size in zip(self._leases, bytes_R, strict=True):
+                lease.draw(size)
 
     def append(self, parents_RW: Tensor, counts: Sequence[int] | None, steps_left: int) -> tuple[Tensor, int, int]:
         """Let new beams follow the given parents and make room for their rows: which live beams they follow, and the rows [begin, end) of the stores.
@@ -80,7 +92,11 @@ class DecodingState:
         """
         begin = self.ancestry.num_rows
         parents_B = self.ancestry.extend(parents_RW, counts)
-        self._draw(self.ancestry.counts)
+        counts, each = self.ancestry.counts, self._place_bytes + self.linear.size.row
+        states_R = self.linear.extend(parents_B, self.ancestry)
+        more_R = [max(0, now - before) for now, before in zip(states_R, self._own_states_R, strict=True)]
+        self._own_states_R = [before + more for before, more in zip(self._own_states_R, more_R, strict=True)]
+        self._draw([count * each + more * self.linear.size.own_state for count, more in zip(counts, more_R, strict=True)])
         end = self.ancestry.num_rows
         if end > self.own_L2CGd.shape[2]:
             self._make_room(end + (end - begin) * steps_left if self._leases is None else self._reserved_rows(), begin)
@@ -88,9 +104,14 @@ class DecodingState:
 
     def _reserved_rows(self) -> int:
         """Own rows that the leases have room for beside the prompts."""
-        return sum(lease.num_bytes // self._place_bytes for lease in self._leases or ()) - self.bounds[-1]
+        size = self.linear.size
+        # The width that was reserved for follows from the bytes as these do from it in ``kv_bytes``.
+        each = self._steps * (self._place_bytes + size.row) + size.fixed(1, self._steps) - size.fixed(0, self._steps)
+        prompts = [(end - begin) * self._place_bytes + size.fixed(0, self._steps) for begin, end in pairwise(self.bounds)]
+        return sum((lease.num_bytes - prompt) // each * self._steps for lease, prompt in zip(self._leases or (), prompts, strict=True))
 
     def _make_room(self, rows: int, used: int) -> None:
+        self.linear.make_room(rows, used)
         old_L2CGd = self.own_L2CGd
         self.own_L2CGd = old_L2CGd.new_empty(*old_L2CGd.shape[:2], rows, *old_L2CGd.shape[3:])
         self.own_L2CGd[:, :, :used] = old_L2CGd[:, :, :used]
@@ -98,9 +119,10 @@ class DecodingState:
     def prompt_kv(self, request: int) -> PromptKV:
         """Keys and values of one prompt, to be given back to ``begin`` another time; they stay as they are whatever becomes of the state."""
         begin, end = self.bounds[request : request + 2]
+        marks = self.linear.marks(request, end - begin)
         if len(self.bounds) == 2:
-            return PromptKV(self.tokens_R[0], self.prompt_L2PGd)
-        return PromptKV(self.tokens_R[request].clone(), self.prompt_L2PGd[:, :, begin:end].clone())
+            return PromptKV(self.tokens_R[0], self.prompt_L2PGd, marks)
+        return PromptKV(self.tokens_R[request].clone(), self.prompt_L2PGd[:, :, begin:end].clone(), marks)
 
     def keep(self, requests: Sequence[int]) -> None:
         """Go on with these requests only; the memory of the others is freed.
@@ -118,6 +140,8 @@ class DecodingState:
         self.bounds = [0, *accumulate(span.stop - span.start for span in spans)]
         beams_B, rows_N = self.ancestry.keep(chosen)
         self.own_L2CGd = self.own_L2CGd[:, :, rows_N]
+        self.linear.keep(chosen, beams_B, rows_N)
+        self._own_states_R = [self._own_states_R[request] for request in chosen]
         if self.seen is not None:
             self.seen.keep(beams_B)
         if self._leases is not None:
@@ -130,15 +154,23 @@ class DecodingState:
 class GeneratorDecoder:
     """What beam search needs of a generator: logits of level 0 from prompts, then of each level from the chosen codes."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, records: torch.dtype | None = None, flush_depth: int | None = None) -> None:
+        """What linear layers record of beams' tokens may be of a shorter type than the weights.
+
+        Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that.
+        """
         self.generator = generator.eval()
         self.level_sizes = generator.config.level_sizes
+        self.linear_size = LinearSize.of(generator.config, generator.model.embed_tokens.weight.dtype, records, flush_depth)
+        kinds = [layer.linear for layer in generator.layers]
+        self._num_softmax = kinds.count(False)
+        self._index_of = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]  # among the layers of its kind
 
     def kv_bytes(self, prompt_tokens: int, width: int) -> int:
-        """Bytes of keys and values that a request of a prompt of so many tokens and of this width holds at most."""
-        config = self.generator.config
-        each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.generator.model.embed_tokens.weight.element_size()
-        return each * (self.places(prompt_tokens) + width * (len(self.level_sizes) - 1))
+        """Bytes of keys and values, and of linear states and records, that a request of a prompt of so many tokens and of this width holds at most."""
+        config, steps = self.generator.config, len(self.level_sizes) - 1
+        each = 2 * self._num_softmax * config.num_kv_heads * config.head_dim * self.generator.model.embed_tokens.weight.element_size()
+        return each * self.places(prompt_tokens) + width * steps * (each + self.linear_size.row) + self.linear_size.fixed(width, steps)
 
     def places(self, prompt_tokens: int) -> int:
         """Places of a prompt of so many tokens, or those that such a beginning of one decides: what is read and kept."""
@@ -170,17 +202,18 @@ class GeneratorDecoder:
                 raise ValueError(f"prompt {request} has {end - begin} tokens: this model reads a begin token and {shape.tokens_per_unit} numbers of each item")
         bounds = [0, *accumulate(shape.places(end - begin) for begin, end in spans)]
         store = torch.empty(
-            (config.num_layers, 2, bounds[-1], config.num_kv_heads, config.head_dim), dtype=generator.model.embed_tokens.weight.dtype, device=device
+            (self._num_softmax, 2, bounds[-1], config.num_kv_heads, config.head_dim), dtype=generator.model.embed_tokens.weight.dtype, device=device
         )
-        state = DecodingState([tokens_T[begin:end] for begin, end in spans], bounds, store, leases)
-        known_R = [0] * len(spans)
+        linear = LinearMemory(config, len(spans), store, self.linear_size)
+        state = DecodingState([tokens_T[begin:end] for begin, end in spans], bounds, store, linear, len(self.level_sizes) - 1, leases)
+        known_R, twin_R = [0] * len(spans), list(range(len(spans)))
         twins = []  # places of a prompt but its last, and those of the earlier request that has the same
         first_with: dict[bytes, int] = {}
         tokens = tokens_T.cpu().numpy()
         for request, ((begin, end), (first, last)) in enumerate(zip(spans, pairwise(bounds), strict=True)):
             twin = first_with.setdefault(tokens[begin:end].tobytes(), request)
             if twin < request and last - first > 1:
-                known_R[request] = last - first - 1
+                known_R[request], twin_R[request] = last - first - 1, twin
                 twins.append((slice(first, last - 1), slice(bounds[twin], bounds[twin + 1] - 1)))
             elif cached is not None and (prompt := cached[request]) is not None:
                 known_R[request] = self._reuse(prompt, state, request)
@@ -196,28 +229,34 @@ class GeneratorDecoder:
             new_offsets_R1 = torch.tensor([0, *accumulate(state.read_R)], device=device)
         cos_N1d, sin_N1d = generator.rotation(positions_N)
         x_ND, _ = generator.prompt_vectors(tokens_T, offsets_R1, asked_N)
-        for layer, (k_PGd, v_PGd) in zip(layers[:-1], state.prompt_L2PGd, strict=False):
-            q_NHd, k_NGd, v_NGd = layer.project(x_ND, cos_N1d, sin_N1d)
-            k_PGd[new_N], v_PGd[new_N] = k_NGd, v_NGd
+        reading = linear.reading(known_R, [last - first for first, last in pairwise(bounds)], shape.places_per_item, twin_R) if linear else None
+        last_R = new_offsets_R1[1:] - 1
+        for place, layer in enumerate(layers):
+            index, final = self._index_of[place], place == len(layers) - 1
+            if reading is not None and layer.linear:
+                o_NHe = linear.read(index, layer, x_ND, reading)
+                x_ND = layer.finish(x_ND[last_R], o_NHe[last_R]) if final else layer.finish(x_ND, o_NHe)
+                continue
+            k_PGd, v_PGd = state.prompt_L2PGd[index]
+            if final:
+                k_PGd[new_N], v_PGd[new_N] = layer.keys_values(x_ND, cos_N1d, sin_N1d)
+                x_ND = x_ND[last_R]
+                q_NHd = layer.queries(x_ND, cos_N1d[last_R], sin_N1d[last_R])
+            else:
+                q_NHd, k_PGd[new_N], v_PGd[new_N] = layer.project(x_ND, cos_N1d, sin_N1d)
             for mine, theirs in twins:
                 k_PGd[mine], v_PGd[mine] = k_PGd[theirs], v_PGd[theirs]
-            o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_PGd, v_PGd, place_offsets_R1)
+            if final:
+                no_rows = state.ancestry.rows_BS.view(len(spans), 1, 0)
+                o_NHd = beam_attention(q_NHd.unsqueeze(1), k_PGd, v_PGd, place_offsets_R1, k_PGd[:0], v_PGd[:0], no_rows).squeeze(1)
+            else:
+                o_NHd = prefix_attention(q_NHd, new_offsets_R1, k_PGd, v_PGd, place_offsets_R1)
             x_ND = layer.finish(x_ND, o_NHd)
-        k_PGd, v_PGd = state.prompt_L2PGd[-1]
-        k_PGd[new_N], v_PGd[new_N] = layers[-1].keys_values(x_ND, cos_N1d, sin_N1d)
-        for mine, theirs in twins:
-            k_PGd[mine], v_PGd[mine] = k_PGd[theirs], v_PGd[theirs]
-        last_R = new_offsets_R1[1:] - 1
-        x_RD = x_ND[last_R]
-        q_R1Hd = layers[-1].queries(x_RD, cos_N1d[last_R], sin_N1d[last_R]).unsqueeze(1)
-        no_rows = state.ancestry.rows_BS.view(len(spans), 1, 0)
-        o_R1Hd = beam_attention(q_R1Hd, k_PGd, v_PGd, place_offsets_R1, k_PGd[:0], v_PGd[:0], no_rows)
-        x_RD = layers[-1].finish(x_RD, o_R1Hd.squeeze(1))
         counts_RK = None
         if config.seen_bias:
             state.seen = SeenItems(tokens_T, offsets_R1, generator.vocabulary, shape.tokens_per_item)
             counts_RK = state.seen.counts(0)
-        return generator.logits(generator.model.norm(x_RD), 0, counts_RK), state
+        return generator.logits(generator.model.norm(x_ND), 0, counts_RK), state
 
     def _reuse(self, prompt: PromptKV, state: DecodingState, request: int) -> int:
         """Copy what is known of a request's prompt, and answer how many places that is.
@@ -227,14 +266,17 @@ class GeneratorDecoder:
         begin, end = state.bounds[request : request + 2]
         store, kept = state.prompt_L2PGd, prompt.kv_L2pGd
         fits = (kept.shape[:2], kept.shape[3:], kept.dtype, kept.device) == (store.shape[:2], store.shape[3:], store.dtype, store.device)
-        if not fits or prompt.num_places != self.places(len(prompt.tokens_t)):
+        if not fits or not state.linear.fits(prompt.marks) or prompt.num_places != self.places(len(prompt.tokens_t)):
             raise ValueError(
                 f"keys and values of shape {tuple(kept.shape)}, {kept.dtype}, for {len(prompt.tokens_t)} tokens do not fit this model's {tuple(store.shape)}, "
                 f"{store.dtype}: give back those that the same model made"
             )
-        known = min(self.places(prompt.common_tokens(state.tokens_R[request])), end - begin - 1)
+        known = prompt.known_places(min(self.places(prompt.common_tokens(state.tokens_R[request])), end - begin - 1))
         if known < 2:
             return 0
+        for mark in prompt.marks:
+            if mark.places == known:
+                state.linear.resume(request, mark)
         store[:, :, begin : begin + known] = kept[:, :, :known]
         return known
 
@@ -256,7 +298,11 @@ class GeneratorDecoder:
         positions = [place for (first, last), count in zip(pairwise(bounds), ancestry.counts, strict=True) for place in [last - first + level - 1] * count]
         cos_B1d, sin_B1d = generator.rotation(torch.tensor(positions, device=codes_B.device))
         x_BD = generator.embed(codes_B + generator.vocabulary.first(level - 1))
-        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(generator.layers, state.prompt_L2PGd, state.own_L2CGd, strict=True):
+        for layer, index in zip(generator.layers, self._index_of, strict=True):
+            if layer.linear:
+                x_BD = layer.finish(x_BD, state.linear.step(index, layer, x_BD, ancestry))
+                continue
+            (prompt_k, prompt_v), (own_k, own_v) = state.prompt_L2PGd[index], state.own_L2CGd[index]
             q_BHd, own_k[begin:end], own_v[begin:end] = layer.project(x_BD, cos_B1d, sin_B1d)
             outputs = [q_BHd[:0]]
             for run, offsets_R1 in zip(runs, offsets, strict=True):

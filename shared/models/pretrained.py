@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound, TransientError
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.hybrid_weights import to_ours, to_theirs
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.models.vocabulary import Layout
 
@@ -36,6 +38,14 @@ _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _CARD = "semantide.json"
+_OURS = "semantide_generator"  # of layers, or traits together, that Hugging Face has in no model
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    _OURS: "SemantideGenerator",
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -121,10 +131,18 @@ def fill(module: torch.nn.Module, tensors: Mapping[str, Tensor], source: Path, a
     module.load_state_dict(dict(tensors), assign=assign)
 
 
-def save_generator(generator: Generator, folder: Path) -> None:
-    """Write a generator as Hugging Face's Qwen3ForCausalLM, or Qwen2ForCausalLM; scales of training are folded into the weights."""
+def save_generator(generator: Generator, folder: Path, kind: str | None = None) -> None:
+    """Write a generator as one of Hugging Face's causal models; scales of training are folded into the weights.
+
+    ``kind`` is ``qwen3_next`` for a model that would be written as Qwen3.5; None chooses by the layers.
+    Raises: ValueError for a ``kind`` that has not these layers.
+    """
     config = generator.config
-    kind = _kind(config)
+    chosen = _kind(config)
+    if kind is not None and kind != chosen:
+        if (kind, chosen) != ("qwen3_next", "qwen3_5_text"):
+            raise ValueError(f"kind is {kind!r}: these layers are saved as {chosen!r}, and those of Qwen3.5 also as 'qwen3_next'")
+        chosen = kind
     tensors = {name: tensor.detach().clone() for name, tensor in generator.state_dict().items() if name != "level_log_scale"}
     tied = config.tie_word_embeddings and config.embedding_scale == 1 and not config.level_scales
     if not tied:
@@ -134,12 +152,13 @@ def save_generator(generator: Generator, folder: Path) -> None:
                 head_VD[generator.vocabulary.row(level)] *= generator.level_log_scale[level].detach().exp()
         tensors[_EMBEDDING] = tensors[_EMBEDDING] * config.embedding_scale
         tensors[_HEAD] = head_VD
-    write_weights(folder, tensors)
+    plain = chosen in ("qwen2", "qwen3")
+    write_weights(folder, tensors if plain else to_theirs(tensors, config, chosen))
     write_config(
         folder,
         {
-            "architectures": [f"{kind.capitalize()}ForCausalLM"],
-            "model_type": kind,
+            "architectures": [_ARCHITECTURES.get(chosen, chosen)],
+            "model_type": chosen,
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -152,7 +171,7 @@ def save_generator(generator: Generator, folder: Path) -> None:
             "initializer_range": config.initializer_range,
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": config.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, **({} if plain else {"partial_rotary_factor": config.rotary_share})},
             "attention_bias": config.qkv_bias,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
@@ -160,6 +179,7 @@ def save_generator(generator: Generator, folder: Path) -> None:
             "bos_token_id": config.layout.begin[0],
             "eos_token_id": None,
             "dtype": str(generator.model.embed_tokens.weight.dtype).removeprefix("torch."),
+            **({} if plain else _hybrid_header(config, chosen)),
             "semantide_level_sizes": list(config.level_sizes),
             "semantide_layout": config.layout.to_json(),
             "semantide_seen_bias": config.seen_bias,
@@ -168,9 +188,33 @@ def save_generator(generator: Generator, folder: Path) -> None:
     )
 
 
+def _hybrid_header(config: GeneratorConfig, kind: str) -> dict[str, Any]:
+    """What ``config.json`` says of layers that are not those of Qwen2.5 and Qwen3."""
+    linear = config.linear
+    header: dict[str, Any] = {
+        "layer_types": list(config.types),
+        "linear_conv_kernel_dim": linear.conv_kernel,
+        "linear_key_head_dim": linear.key_head_dim,
+        "linear_value_head_dim": linear.value_head_dim,
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
+        "partial_rotary_factor": config.rotary_share,
+    }
+    if kind == "qwen3_next":
+        header |= {"num_experts": 0, "mlp_only_layers": list(range(config.num_layers))}
+    if kind == _OURS:
+        names = ("qk_norm", "output_bias", "attention_gate", "centred_norms")
+        header |= {f"semantide_{name}": getattr(config, name) for name in names}
+    return header
+
+
 def _kind(config: GeneratorConfig) -> str:
-    """Hugging Face's name for these layers."""
+    """Hugging Face's name for these layers, or our own where it has none."""
     traits = (config.qk_norm, config.qkv_bias, config.output_bias)
+    plain = not config.layer_types or set(config.layer_types) == {"full_attention"}
+    if config.attention_gate or config.centred_norms or config.rotary_share < 1 or not plain:
+        theirs = config.attention_gate and config.centred_norms and traits in ((True, False, False), (True, True, True))
+        return "qwen3_5_text" if theirs and set(config.types) <= {"full_attention", "linear_attention"} else _OURS
     kinds = {(True, False, False): "qwen3", (True, True, True): "qwen3", (False, True, False): "qwen2"}
     if traits not in kinds:
         raise ValueError(f"qk_norm, qkv_bias, output_bias are {traits}: saved models are Qwen3 {list(kinds)[:2]} or Qwen2 {list(kinds)[2]}")
@@ -187,11 +231,20 @@ class _Unfilled(TorchFunctionMode):
 
 
 def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> Generator:
-    """Read a Qwen3ForCausalLM or Qwen2ForCausalLM folder as a generator; see ``Generator.from_pretrained``."""
+    """Read a folder of the Qwen family as a generator; see ``Generator.from_pretrained``."""
     header = read_config(folder)
+    if header.get("model_type") == "qwen3_5":  # with eyes, which are left out
+        header = {**header, **(header.get("text_config") or {})}
     said, token_lists = _said(folder, header)
     config = generator_config({**header, **said}, folder, level_sizes)
     tensors = read_weights(folder)
+    if header["model_type"] not in ("qwen2", "qwen3"):
+        seen = {name.replace("model.language_model.", "model.", 1): tensor for name, tensor in tensors.items()}
+        kept = {name: x for name, x in seen.items() if not name.startswith(("mtp.", "model.visual."))}
+        try:
+            tensors = to_ours(kept, config, header["model_type"])
+        except (RuntimeError, IndexError) as error:
+            raise Corrupt(f"{folder}: the tensors do not fit config.json ({error}): take config and weights from the same model") from error
     if config.tie_word_embeddings:
         tensors.pop(_HEAD, None)
     if token_lists is not None:
@@ -201,6 +254,35 @@ def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> 
     fill(generator, tensors, folder, assign=True)
     embedding = generator.model.embed_tokens.weight
     return generator.to(embedding.dtype if embedding.is_floating_point() else torch.float32).eval()
+
+
+def _layer_types(header: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of each layer; a hybrid's that lists none repeat after some number of layers, softmax last."""
+    if listed := header.get("layer_types"):
+        return tuple(str(layer) for layer in listed)
+    if header["model_type"] not in ("qwen3_next", "qwen3_5_text"):
+        return ()
+    every = int(header.get("full_attention_interval", 4))
+    return tuple("linear_attention" if (number + 1) % every else "full_attention" for number in range(int(header["num_hidden_layers"])))
+
+
+def _experts(header: Mapping[str, Any], layers: int) -> int:
+    """Of the layers whose feed-forward block is a mixture of them; 0 where none is."""
+    if header["model_type"] != "qwen3_next":
+        return 0
+    step, dense = int(header.get("decoder_sparse_step", 1)), header.get("mlp_only_layers") or ()
+    mixed = [number for number in range(layers) if number not in dense and (number + 1) % step == 0]
+    return int(header.get("num_experts", 512)) if mixed else 0
+
+
+def _linear_config(header: Mapping[str, Any]) -> LinearConfig:
+    return LinearConfig(
+        num_key_heads=int(header["linear_num_key_heads"]),
+        num_value_heads=int(header["linear_num_value_heads"]),
+        key_head_dim=int(header["linear_key_head_dim"]),
+        value_head_dim=int(header["linear_value_head_dim"]),
+        conv_kernel=int(header["linear_conv_kernel_dim"]),
+    )
 
 
 def _said(folder: Path, header: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[int]] | None]:
@@ -252,25 +334,31 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
     Raises: Conflict for a model of another shape, Corrupt for a field that is missing.
     """
     kind = header.get("model_type")
-    if kind not in ("qwen2", "qwen3"):
-        raise Conflict(f"{source}: model_type is {kind!r}, a generator needs 'qwen3' or 'qwen2' (which Qwen2.5 is)")
-    rope = header.get("rope_parameters") or header.get("rope_scaling") or {}
-    windowed = [layer for layer in header.get("layer_types") or () if layer != "full_attention"]
-    for name, value, wanted in (
-        ("hidden_act", header.get("hidden_act", "silu"), "silu"),
-        ("use_sliding_window", bool(header.get("use_sliding_window", False) or windowed), False),
-        ("rope type", rope.get("rope_type", rope.get("type", "default")), "default"),
-    ):
-        if value != wanted:
-            raise Conflict(f"{source}: {name} is {value!r}, only {wanted!r} is supported: use a checkpoint without it")
-    biased = bool(header.get("attention_bias", False))
+    if kind not in _ARCHITECTURES:
+        raise Conflict(
+            f"{source}: model_type is {kind!r}, a generator needs one of {', '.join(_ARCHITECTURES)} (qwen2 is Qwen2.5 too, qwen3_5_text is Qwen3.5)"
+        )
+    plain, gated = kind in ("qwen2", "qwen3"), kind in ("qwen3_next", "qwen3_5_text")
     try:
+        rope = header.get("rope_parameters") or header.get("rope_scaling") or {}
+        types = _layer_types(header)
+        windowed = [layer for layer in types if layer == "sliding_attention" or (plain and layer != "full_attention")]
+        for name, value, wanted in (
+            ("hidden_act", header.get("hidden_act", "silu"), "silu"),
+            ("use_sliding_window", bool(header.get("use_sliding_window", False) or windowed), False),
+            ("rope type", rope.get("rope_type", rope.get("type", "default")), "default"),
+            ("num_experts", _experts(header, len(types)), 0),
+        ):
+            if value != wanted:
+                raise Conflict(f"{source}: {name} is {value!r}, only {wanted!r} is supported: use a checkpoint without it")
+        biased = bool(header.get("attention_bias", False))
         heads = int(header["num_attention_heads"])
         vocab_size = int(header["vocab_size"])
         sizes = level_sizes or tuple(header.get("semantide_level_sizes") or (vocab_size - 1,))
         theta = float(rope.get("rope_theta", header.get("rope_theta", 10000.0)))
         if not math.isfinite(theta):
             raise ValueError(f"rope_theta is {theta}")
+        said = {name: bool(header.get(f"semantide_{name}", False)) for name in ("qk_norm", "output_bias", "attention_gate", "centred_norms")}
         return GeneratorConfig(
             level_sizes=tuple(int(size) for size in sizes),
             num_layers=int(header["num_hidden_layers"]),
@@ -281,9 +369,14 @@ def generator_config(header: Mapping[str, Any], source: Path, level_sizes: tuple
             intermediate_size=int(header["intermediate_size"]),
             rope_theta=theta,
             rms_norm_eps=float(header.get("rms_norm_eps", 1e-6)),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind == "qwen3" or gated or said["qk_norm"],
             qkv_bias=biased or kind == "qwen2",
-            output_bias=biased and kind == "qwen3",
+            output_bias=(biased and (kind == "qwen3" or gated)) or said["output_bias"],
+            layer_types=() if plain else types,
+            linear=LinearConfig() if plain else _linear_config(header),
+            attention_gate=gated or said["attention_gate"],
+            rotary_share=1.0 if plain else float(rope.get("partial_rotary_factor", header.get("partial_rotary_factor", 0.25))),
+            centred_norms=gated or said["centred_norms"],
             vocab_size=vocab_size,
             tie_word_embeddings=bool(header.get("tie_word_embeddings", False)),
             initializer_range=float(header.get("initializer_range", 0.02)),

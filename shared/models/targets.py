@@ -17,6 +17,7 @@ from semantide.kernels.attention import jagged_attention
 from semantide.kernels.target_attention import TargetSpans, target_attention
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.seen_bias import shared_counts
+from semantide.shared.models.target_states import TargetStates
 
 
 @dataclass(frozen=True)
@@ -69,21 +70,32 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     many = len(x_ND)
     x = torch.cat([x_ND, generator.embed(blocks.tokens_S[read_S])])
     *earlier, last = generator.layers
+    linear = any(layer.linear for layer in generator.layers)
+    states = TargetStates.of(places_R1.tolist(), spans.ends_C, spans.offsets_C1) if linear else None
     for layer in earlier:
+        if layer.linear:
+            assert states is not None
+            x = layer.finish(x, torch.cat(states.read(layer.linear_attn, *layer.input_layernorm(x).tensor_split([many]))))
+            continue
         q, k, v = layer.project(x, cos, sin)
         prompts = jagged_attention(q[:many], k[:many], v[:many], places_R1)
         x = layer.finish(x, torch.cat([prompts, target_attention(q[many:], k[many:], v[many:], k[:many], v[:many], spans)]))
     # Of the prompts the last layer is asked only at the places that a block follows.
     asked_M, which_C = torch.unique(begins_C + seen_C - 1, return_inverse=True)
-    begin_M = places_R1[torch.searchsorted(places_R1, asked_M, right=True) - 1]
-    k, v = last.keys_values(x, cos, sin)
     rows = torch.cat([asked_M, torch.arange(many, len(x), device=x.device)])
-    alone = TargetSpans(torch.arange(len(asked_M) + 1, device=x.device), begin_M, asked_M)
-    q = last.queries(x[rows], cos[rows], sin[rows])
-    outputs = [
-        target_attention(q[: len(asked_M)], k[asked_M], v[asked_M], k[:many], v[:many], alone),
-        target_attention(q[len(asked_M) :], k[many:], v[many:], k[:many], v[:many], spans),
-    ]
+    if last.linear:
+        assert states is not None
+        prompts, own = states.read(last.linear_attn, *last.input_layernorm(x).tensor_split([many]))
+        outputs = [prompts[asked_M], own]
+    else:
+        begin_M = places_R1[torch.searchsorted(places_R1, asked_M, right=True) - 1]
+        k, v = last.keys_values(x, cos, sin)
+        alone = TargetSpans(torch.arange(len(asked_M) + 1, device=x.device), begin_M, asked_M)
+        q = last.queries(x[rows], cos[rows], sin[rows])
+        outputs = [
+            target_attention(q[: len(asked_M)], k[asked_M], v[asked_M], k[:many], v[:many], alone),
+            target_attention(q[len(asked_M) :], k[many:], v[many:], k[:many], v[:many], spans),
+        ]
     x = last.finish(x[rows], torch.cat(outputs))
     # A block's first token is predicted from its prompt, every other from the one before it.
     rows_S = torch.where(within_S == 0, which_C[block_S], len(asked_M) + (read_S.cumsum(0) - 1).roll(1))

@@ -15,6 +15,7 @@ from semantide.services.serving.engine import Group, Prepared, Query, answer
 from semantide.services.serving.registry import Pair
 from semantide.services.serving.ticket import SearchAgain
 from semantide.shared.decoding.kv_pool import KVPool
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.token_merger import MergerConfig
 
 from .world import World
@@ -134,6 +135,33 @@ def test_a_model_that_merges_items_has_places_read_and_kept(world, separator):
     same(warm, alone(bundle, replace(longer, user=None)))
     other = alone(bundle, Query(longer.history))
     assert [hit.score for hit in other.items] != [hit.score for hit in warm.items], "what was done and when counts"
+
+
+@pytest.mark.parametrize("merger", [MergerConfig(), MergerConfig(True, "kept")])
+@pytest.mark.parametrize("types", [("linear_attention", "full_attention"), ("kda", "gla")])
+def test_a_model_with_linear_attention_answers_in_groups_and_reads_returning_users_on(world, types, merger):
+    shape = {"num_layers": 2, "layer_types": types, "linear": LinearConfig(1, 2, 16, 16), "merger": merger}
+    pair = Pair(model=world.add_model(3, **shape), catalog=world.catalog_ref)
+    bundle, short = (load_bundle(world.room.store, pair, 1 << 20, records=records) for records in ("float32", "bfloat16"))
+    each = bundle.model.generator.prompt_shape.places_per_item
+    history = tuple(f"i{number}" for number in range(8))
+    queries = [Query(history, user="ann"), Query(("i3",), width=100), Query(history, width=5), Query(n=3, width=1)]
+    pool = KVPool(1 << 30)
+    group = begin(bundle, queries, pool)
+    assert pool.in_use_bytes == sum(Prepared.of(bundle, query).kv_bytes for query in queries)
+    for query, found in zip(queries, finish(group), strict=True):
+        same(found, alone(bundle, replace(query, user=None)))
+    assert pool.in_use_bytes == 0
+    longer = Query((*history, "i50"), user="ann")
+    assert Prepared.of(bundle, longer).tokens == each == Prepared.of(bundle, queries[0]).tokens, (
+        "the end of the prompt is known, or what comes before its last item"
+    )
+    group = begin(bundle, [longer])
+    same(finish(group)[0], alone(bundle, replace(longer, user=None)))
+    assert group.tokens_read == each
+    rounded = alone(short, replace(longer, user=None))
+    assert Prepared.of(short, longer).kv_bytes < Prepared.of(bundle, longer).kv_bytes
+    np.testing.assert_allclose([hit.score for hit in rounded.items], [hit.score for hit in alone(bundle, longer).items], atol=0.2)
 
 
 @pytest.mark.parametrize("meanwhile", ["dropped", "replaced"])

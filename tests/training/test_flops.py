@@ -11,6 +11,7 @@ from semantide.services.training.flops import StepMeter, StepWork, measured_peak
 from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig, recipe
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.sasrec import SASRec, SASRecConfig
 from semantide.shared.models.token_merger import MergerConfig
@@ -96,6 +97,11 @@ def test_attention_of_each_model() -> None:
     generator = Generator(GeneratorConfig((4, 6), num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8))
     work = work_of(generator, recipe("tiny"), ITEMS)
     assert work.per_pair == 2 * 3 * 4 * 8 and work.per_item == 10 * generator.config.hidden_size and work.tokens_per_item == 2
+    types = ("linear_attention", "full_attention", "gla")
+    mixed = Generator(replace(generator.config, layer_types=types, linear=LinearConfig(1, 2, 8, 16, 4)))
+    hybrid = work_of(mixed, recipe("tiny"), ITEMS)
+    dense = sum(x.weight.numel() for x in mixed.model.layers.modules() if isinstance(x, torch.nn.Linear))
+    assert hybrid.per_pair == 2 * 4 * 8 and hybrid.per_token == dense + 2 * (2 * 8 + 2 * 16) * 4 + (3 + 2) * 2 * 8 * 16
     merged = work_of(Generator(replace(generator.config, merger=MergerConfig(True, "kept"))), recipe("tiny"), ITEMS)
     assert (merged.tokens_per_item, merged.behind, merged.per_item - work.per_item) == (3, 1, 2 * generator.config.hidden_size**2)
 

@@ -104,6 +104,38 @@ def test_a_generator_on_merged_prompts_is_trained_resumed_measured_and_made_of_o
         assert recall["generator", False] > recall["popularity", False] + 0.2
 
 
+def hybrid(types: list[str], **changes: Any) -> dict[str, Any]:
+    linear = {"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
+    return {**QUICK, "generator": {**QUICK["generator"], "num_layers": len(types), "layer_types": types, "linear": linear, **changes}}  # type: ignore[dict-item]
+
+
+def test_a_hybrid_on_merged_prompts_is_trained_resumed_and_measured(
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = hybrid(["linear_attention", "full_attention"], merger={"enabled": True}, dropout=0.1)
+    model = run(make_job("train", recipe="hybrid-tiny", config=config, inputs=inputs, seed=3)).artifacts["model"]
+    assert Generator.from_pretrained(store.get(model)).config.types == ("linear_attention", "full_attention")
+    again = make_job("train", recipe="hybrid-tiny", config=config, inputs=inputs, seed=3)
+    checks = iter(range(1000))
+
+    def check() -> None:
+        if next(checks) == 9:
+            raise JobCancelled("stop")
+
+    monkeypatch.setattr(again, "check_cancelled", check)
+    with pytest.raises(JobCancelled):
+        run(again)
+    assert run(again).artifacts["model"] == model
+    rows = run(make_job("evaluate", config={"ks": [10], "beam_width": 20}, inputs={**inputs, "model": model})).result["rows"]
+    recall = {(row["model"], row["exclude_seen"]): row["metrics"]["recall@10"] for row in rows}
+    assert recall["generator", False] > recall["popularity", False] + 0.2
+
+
+def test_any_forms_of_layers_are_trained(make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore) -> None:
+    model = run(make_job("train", recipe="hybrid-tiny", config=hybrid(["kda", "mamba2", "gla", "full_attention"]), inputs=inputs)).artifacts["model"]
+    assert json.loads((store.get(model) / "semantide.json").read_text())["metrics"]["valid"]["ndcg@10"] > 0.4
+
+
 def with_pages(store: ArtifactStore, inputs: dict[str, str], folder: Path) -> dict[str, str]:
     """The ring, shown in pages of the next two or three items."""
     write_dataset(folder)

@@ -1,8 +1,10 @@
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from semantide.services.training.recipes import RECIPES, RETRIEVER_SIZES, recipe
+from semantide.shared.models.generator import Generator
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -11,6 +13,17 @@ def test_every_recipe_is_full_and_can_be_changed_in_single_numbers(name: str) ->
     changed = recipe(name, {"epochs": 3, "generator": {"dropout": 0}, "level_weights": [1, 2]})
     assert (changed.epochs, changed.generator.dropout, changed.level_weights) == (3, 0.0, (1.0, 2.0))
     assert {**asdict(changed), "epochs": 0, "generator": 0, "level_weights": 0} == {**asdict(recipe(name)), "epochs": 0, "generator": 0, "level_weights": 0}
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_hybrids_have_as_many_parameters_as_their_softmax_siblings(size: str) -> None:
+    counts = []
+    for name in (size, f"hybrid-{size}"):
+        with torch.device("meta"):
+            model = Generator(replace(recipe(name).generator, level_sizes=(256, 256, 256)))
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    assert abs(counts[1] - counts[0]) < 0.015 * counts[0]
+    assert recipe(f"hybrid-{size}", {"generator": {"layer_types": ["kda"] * len(model.layers)}}).generator.types == ("kda",) * len(model.layers)
 
 
 def test_retrievers_come_in_five_sizes_of_either_layer_for_their_longest_histories() -> None:
@@ -37,6 +50,13 @@ def test_retrievers_come_in_five_sizes_of_either_layer_for_their_longest_histori
         ({"generator": 5}, "generator is 5: give an object"),
         ({"generator": {"layers": 5}}, r"'generator\.layers' is unknown"),
         ({"generator": {"level_sizes": [3]}}, "not to be set"),
+        (
+            {"generator": {"layer_types": ["linear"]}},
+            "layer_types is .*give one of full_attention, linear_attention, kda, gla, mamba2 for each of the 3 layers",
+        ),
+        ({"generator": {"layer_types": "kda"}}, "give a list with a name"),
+        ({"generator": {"linear": {"num_key_heads": 0}}}, "num_key_heads is 0"),
+        ({"generator": {"rotary_share": 0.3}}, "rotary_share is 0.3"),
         ({"generator": {"num_heads": 3}}, "num_heads 3 must be a multiple"),
         ({"level_weights": "all"}, "give a list of numbers"),
     ],

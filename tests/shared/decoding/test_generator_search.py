@@ -9,17 +9,27 @@ from semantide.shared.decoding.brute_force import best_items, score_every_item
 from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.trie import Trie
 
 from .table_model import random_codes
 
 
 class World:
-    def __init__(self, items: int, level_sizes: tuple[int, ...], seed: int) -> None:
+    def __init__(self, items: int, level_sizes: tuple[int, ...], seed: int, types: tuple[str, ...] = ()) -> None:
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         config = GeneratorConfig(
-            level_sizes, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, initializer_range=0.5
+            level_sizes,
+            num_layers=2,
+            hidden_size=32,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            initializer_range=0.5,
+            layer_types=types,
+            linear=LinearConfig(1, 2, 16, 16),
         )
         self.generator = Generator(config).eval()
         self.decoder = GeneratorDecoder(self.generator)
@@ -35,9 +45,9 @@ class World:
         return torch.as_tensor(np.concatenate(prompts)), torch.as_tensor(offsets)
 
 
-@pytest.fixture(scope="module")
-def thousand() -> World:
-    return World(1000, (12, 16, 20), 0)
+@pytest.fixture(scope="module", params=[(), ("linear_attention", "full_attention"), ("mamba2", "kda")], ids=["softmax", "hybrid", "linear"])
+def thousand(request: pytest.FixtureRequest) -> World:
+    return World(1000, (12, 16, 20), 0, request.param)
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ import torch
 
 from semantide.shared.errors import Conflict, Corrupt, NotFound
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.linear_layer import FORMS, LinearConfig
 
 LEVELS = (7, 5, 6)
 
@@ -99,6 +100,22 @@ def test_sequences_of_a_pack_do_not_see_each_other() -> None:
         alone = generator(tokens[5:], torch.tensor([0, 7]))
     torch.testing.assert_close(together[5:], alone)
     assert generator(tokens[:0], torch.tensor([0])).shape == (0, 24)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hybrids_compute_in_short_types_nearly_the_same_with_gradients_for_all(form: str) -> None:
+    hybrid = {"layer_types": (form, "full_attention"), "linear": LinearConfig(1, 2, 8, 8), "attention_gate": True, "centred_norms": True, "rotary_share": 0.5}
+    generator = tiny(**hybrid)
+    tokens, offsets = packed(40, 1, 9)
+    exact = generator(tokens, offsets)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = generator(tokens, offsets)
+    mixed.float().square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for name, p in generator.named_parameters() if "embed" not in name)
+    short = tiny(**hybrid).bfloat16()(tokens, offsets)
+    assert short.dtype == torch.bfloat16
+    for found in (mixed, short):
+        assert float((found.float() - exact).detach().norm() / exact.detach().norm()) < 0.05
 
 
 def test_dropout_acts_in_training_only() -> None:

@@ -10,10 +10,12 @@ from torch import nn
 
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.quantised import BFloat16Linear, Int8Linear, fastest, shorten
 from semantide.shared.models.token_merger import MergerConfig
 
 LEVELS = (7, 5, 6)
+HYBRID = {"layer_types": ("linear_attention", "full_attention"), "linear": LinearConfig(1, 2, 8, 8), "attention_gate": True}
 
 
 def make(**changes: object) -> Generator:
@@ -49,7 +51,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_shows() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "qkv_bias": True}, {"merger": MergerConfig(True)}])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, "qkv_bias": True}, {"merger": MergerConfig(True)}, HYBRID], ids=str)
 def test_a_shortened_generator_decodes_nearly_the_same(weights: str, changes: dict[str, Any]) -> None:
     exact, short = make(**changes), shorten(make(**changes), weights, time.perf_counter)  # type: ignore[arg-type]
     assert {type(layer.mlp.down_proj).__name__ for layer in short.layers} == {"Int8Linear" if weights == "int8" else "BFloat16Linear"}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from semantide.kernels.attention import jagged_attention
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import GeneratorDecoder
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.targets import TargetBlocks, target_counts, target_hidden, target_log_probs
 from semantide.shared.models.token_merger import MergerConfig
 
@@ -42,9 +43,11 @@ def made(histories: list[tuple[int, list[tuple[int, int]]]], seed: int) -> tuple
 
 
 @settings(deadline=None, max_examples=25)
-@given(HISTORIES, st.integers(0, 99))
-def test_a_block_is_predicted_as_by_a_forward_of_what_it_sees_and_itself(histories: list[tuple[int, list[tuple[int, int]]]], seed: int) -> None:
-    generator = tiny()
+@given(HISTORIES, st.integers(0, 99), st.sampled_from([(), ("linear_attention", "full_attention"), ("full_attention", "kda"), ("gla", "mamba2")]))
+def test_a_block_is_predicted_as_by_a_forward_of_what_it_sees_and_itself(
+    histories: list[tuple[int, list[tuple[int, int]]]], seed: int, types: tuple[str, ...]
+) -> None:
+    generator = tiny(layer_types=types, attention_gate=bool(types), linear=LinearConfig(1, 2, 8, 8))
     tokens, offsets, blocks = made(histories, seed)
     with torch.no_grad():
         hidden = target_hidden(generator, tokens, offsets, blocks)
