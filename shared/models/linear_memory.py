@@ -17,12 +17,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from semantide.kernels.beam_convolution import beam_convolution
-from semantide.kernels.beam_linear_attention import BeamRecords, beam_linear_attention, break_even_depth, materialise
+from semantide.kernels.beam_linear_attention import break_even_depth, materialise
 from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.models.generator import GeneratorConfig
 from semantide.shared.models.generator_layers import Layer
 from semantide.shared.models.linear_layer import FORMS, LinearState
+from semantide.shared.models.linear_records import TokenRecords
 
 Records = Literal["float32", "bfloat16", "float16"]
 RECORD_TYPES: dict[Records, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,8 +78,7 @@ class _Layer:
 
     middle: LinearState
     end: LinearState
-    records: BeamRecords
-    inputs_NC: Tensor
+    records: TokenRecords
     states_MHde: Tensor
 
 
@@ -138,10 +137,8 @@ class LinearMemory:
             if kind in FORMS:
                 states_RHde = like.new_zeros(requests, shape.num_value_heads, shape.key_head_dim, shape.value_head_dim, dtype=wide)
                 nothing = LinearState(like.new_zeros(requests, shape.conv_kernel - 1, shape.channels), states_RHde)
-                records = BeamRecords.empty(0, states_RHde, shape.num_key_heads, FORMS[kind].rule.per_channel, size.records)
-                self._layers.append(
-                    _Layer(nothing, LinearState(*(x.clone() for x in nothing)), records, like.new_empty(0, shape.channels, dtype=size.records), states_RHde)
-                )
+                records = TokenRecords.empty(0, shape, FORMS[kind], like, size.records)
+                self._layers.append(_Layer(nothing, LinearState(*(x.clone() for x in nothing)), records, states_RHde))
 
     @property
     def num_bytes(self) -> int:
@@ -149,7 +146,7 @@ class LinearMemory:
         total = 0
         for layer in self._layers:
             own = 0 if layer.states_MHde is layer.end.state_BHde else layer.states_MHde.nbytes
-            total += sum(x.nbytes for x in (*layer.middle, *layer.end)) + layer.records.num_bytes + layer.inputs_NC.nbytes + own
+            total += sum(x.nbytes for x in (*layer.middle, *layer.end)) + layer.records.num_bytes + own
         return total
 
     def __bool__(self) -> bool:
@@ -211,32 +208,21 @@ class LinearMemory:
         first_M = torch.full_like(parents_M, len(parents_B)).scatter_reduce_(0, children_B, torch.arange(len(parents_B), device=parents_B.device), "amin")
         rows_MS, bases_M = ancestry.rows_BS[first_M, self.since : -1], self.bases_B[first_M]
         for layer in self._layers:
-            layer.states_MHde = materialise(layer.states_MHde, bases_M, layer.records, rows_MS)
+            layer.states_MHde = materialise(layer.states_MHde, bases_M, layer.records.steps, rows_MS)
         self.bases_B, self.since = children_B, ancestry.steps - 1
         return [len(torch.unique(each)) for each in children_B.split(list(ancestry.counts))]
 
     def step(self, index: int, layer: Layer, x_BD: Tensor, ancestry: Ancestry) -> Tensor:
         """What the beams' new tokens read, [B, H, e]; their records are kept in the rows that the index names last."""
-        kept, mixer = self._layers[index], layer.linear_attn
-        x_BD = layer.input_layernorm(x_BD)
-        counts_R = torch.tensor(ancestry.counts, device=x_BD.device)
+        kept, counts_R = self._layers[index], torch.tensor(ancestry.counts, device=x_BD.device)
         requests_B = torch.arange(len(counts_R), device=x_BD.device).repeat_interleave(counts_R)
-        mixed_BC = beam_convolution(mixer.in_proj_qkv(x_BD), mixer.taps_CK, kept.end.inputs_BQC, requests_B, kept.inputs_NC, ancestry.rows_BS)
-        given = mixer.operands(x_BD, mixed_BC)
-        wide = kept.states_MHde.dtype
-        g_BH1 = given.g.to(wide) if given.g.dim() == 3 else given.g.to(wide).unsqueeze(-1)
-        beta_BH = None if given.beta_TH is None else given.beta_TH.to(wide)
-        operands = (given.q_TGd.to(wide), given.k_TGd.to(wide), given.v_THe.to(wide), g_BH1, beta_BH)
-        rows_BS = ancestry.rows_BS[:, self.since :]
-        return given.result(beam_linear_attention(*operands, kept.states_MHde, self.bases_B, kept.records, rows_BS).to(x_BD.dtype))
+        behind = kept.end.inputs_BQC, requests_B, kept.states_MHde, self.bases_B, ancestry.rows_BS, self.since
+        return kept.records.read(layer.linear_attn, layer.input_layernorm(x_BD), *behind)
 
     def make_room(self, rows: int, used: int) -> None:
         """Room for so many rows, the first ``used`` of which stay."""
         for layer in self._layers:
             layer.records = layer.records.grown(rows, used)
-            inputs_NC = layer.inputs_NC.new_empty(rows, layer.inputs_NC.shape[1])
-            inputs_NC[:used] = layer.inputs_NC[:used]
-            layer.inputs_NC = inputs_NC
 
     def keep(self, requests: Sequence[int], beams_B: Tensor, rows_N: Tensor) -> None:
         """Go on with these requests only, and with these live beams and rows."""
@@ -249,4 +235,4 @@ class LinearMemory:
         for layer in self._layers:
             layer.middle, layer.end = (LinearState(*(x[chosen_R] for x in state)) for state in (layer.middle, layer.end))
             layer.states_MHde = layer.states_MHde[used_M] if self.since else layer.end.state_BHde
-            layer.records, layer.inputs_NC = layer.records.rows(rows_N), layer.inputs_NC[rows_N]
+            layer.records = layer.records.rows(rows_N)

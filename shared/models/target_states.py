@@ -2,6 +2,7 @@
 
 A softmax layer finds what a block sees among the prompt's keys; a layer of linear attention needs the state after the last place that the block sees. So prompts are
 read in parts that end where blocks begin, the first part of every prompt at once, then the second, and each block starts from the state after its part.
+Where no gradient is asked for, short blocks share that state as beams do, and none has a copy of it.
 Legend: N prompt places, I places of blocks, C blocks, H heads, e size of a value, D hidden size.
 """
 
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from semantide.shared.models.linear_layer import LinearAttention, LinearState
+from semantide.shared.models.linear_records import TokenRecords
+
+_SHORT = 16  # tokens of a block that cost less to replay than a state of its own
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class TargetStates:
     places_N: Tensor
     parts_C: Tensor
     offsets_C1: Tensor
+    chains_IS: Tensor | None
+    """Where blocks are short, the places of each block up to each of its own, with -1 before the first."""
 
     @classmethod
     def of(cls, bounds: Sequence[int], ends_C: Tensor, offsets_C1: Tensor) -> TargetStates:
@@ -60,7 +66,8 @@ class TargetStates:
             steps.append(PromptParts(rows[-1], torch.tensor([0, *accumulate(end - begin for begin, end in spans)], device=device), after))
             before = {prompt: place for place, prompt in enumerate(going)}
         order = torch.cat(rows) if rows else ends_C[:0]
-        return cls(tuple(steps), order.argsort(), torch.tensor([numbers[end] for end in ends_C.tolist()], dtype=torch.long, device=device), offsets_C1)
+        parts_C = torch.tensor([numbers[end] for end in ends_C.tolist()], dtype=torch.long, device=device)
+        return cls(tuple(steps), order.argsort(), parts_C, offsets_C1, _chains(offsets_C1))
 
     def read(self, mixer: LinearAttention, prompts_ND: Tensor, blocks_ID: Tensor) -> tuple[Tensor, Tensor]:
         """What the places of prompts and of blocks read, from the layer's normalised input.
@@ -75,6 +82,21 @@ class TargetStates:
             o_PHe, before = mixer.read(prompts_ND[step.rows], step.offsets, before)
             outputs.append(o_PHe)
             states.append(before)
-        seen = LinearState(*(torch.cat(parts)[self.parts_C] for parts in zip(*states, strict=True))) if states else None
-        blocks_IHe, _ = mixer.read(blocks_ID, self.offsets_C1, seen)
+        seen = LinearState(*(torch.cat(parts) for parts in zip(*states, strict=True))) if states else None
+        if seen is not None and self.chains_IS is not None and not torch.is_grad_enabled():
+            parts_I = self.parts_C.repeat_interleave(self.offsets_C1.diff())
+            records = TokenRecords.empty(len(blocks_ID), mixer.config, mixer.form, blocks_ID, blocks_ID.dtype)
+            blocks_IHe = records.read(mixer, blocks_ID, seen.inputs_BQC, parts_I, seen.state_BHde, parts_I, self.chains_IS)
+        else:
+            blocks_IHe, _ = mixer.read(blocks_ID, self.offsets_C1, None if seen is None else LinearState(*(x[self.parts_C] for x in seen)))
         return torch.cat(outputs)[self.places_N] if outputs else blocks_IHe[:0], blocks_IHe
+
+
+def _chains(offsets_C1: Tensor) -> Tensor | None:
+    lengths_C = offsets_C1.diff()
+    longest = int(lengths_C.max()) if len(lengths_C) else 0
+    if not 0 < longest <= _SHORT:
+        return None
+    places_I = torch.arange(int(offsets_C1[-1]), device=offsets_C1.device)
+    chains_IS = places_I[:, None] - torch.arange(longest - 1, -1, -1, device=offsets_C1.device)
+    return chains_IS.masked_fill(chains_IS < offsets_C1[:-1].repeat_interleave(lengths_C)[:, None], -1)

@@ -37,7 +37,7 @@ from semantide.kernels.beam_linear_attention import BeamRecords, beam_linear_att
 from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.decoding.beam_search import beam_search
 from semantide.shared.decoding.search_trie import SearchTrie
-from semantide.shared.models import linear_memory
+from semantide.shared.models import linear_records
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder, PromptKV
 from semantide.shared.models.generator_layers import Layer
@@ -169,7 +169,7 @@ def play(decoder: GeneratorDecoder, state: DecodingState, width: int, steps: int
     random = torch.Generator().manual_seed(width)
     if form == "materialised":
         state.linear = OwnStates(state.linear)
-    with patch.object(linear_memory, "beam_linear_attention", replay if form == "replayed" else beam_linear_attention):
+    with patch.object(linear_records, "beam_linear_attention", replay if form == "replayed" else beam_linear_attention):
         for level in range(1, steps + 1):
             parents = torch.randint(1 if level == 1 else width, (1, width), generator=random).sort(1).values
             codes = torch.randint(decoder.level_sizes[level - 1], (1, width), generator=random)

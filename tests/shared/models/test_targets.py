@@ -49,8 +49,10 @@ def test_a_block_is_predicted_as_by_a_forward_of_what_it_sees_and_itself(
 ) -> None:
     generator = tiny(layer_types=types, attention_gate=bool(types), linear=LinearConfig(1, 2, 8, 8))
     tokens, offsets, blocks = made(histories, seed)
+    trained = target_hidden(generator, tokens, offsets, blocks)
     with torch.no_grad():
         hidden = target_hidden(generator, tokens, offsets, blocks)
+        torch.testing.assert_close(hidden, trained, rtol=1e-4, atol=1e-5)
         for block, (begin, end) in enumerate(itertools.pairwise(blocks.offsets_C1.tolist())):
             start, seen = int(offsets[blocks.prompts_C[block]]), 1 + 3 * int(blocks.items_C[block])
             alone = torch.cat([tokens[start : start + seen], blocks.tokens_S[begin:end]])
