@@ -70,11 +70,11 @@ types: install  ## mypy --strict
 	rm -rf $$folder; exit $$status
 
 BENCHMARKS := ingestion semantic_ids quality swap staged_attention jagged_attention jagged_embedding negatives beam_select constraint decode data_pipeline pipeline semi_async \
-	page_wise merger checkpoint table_snapshots load_balancing weak_scaling scale_simulation mfu placement npu_trace reconcile serving soak service_balance satisfaction alignment reward linear_train linear_decode
+	page_wise merger checkpoint table_snapshots load_balancing weak_scaling scale_simulation mfu placement npu_trace reconcile serving soak service_balance satisfaction alignment reward linear_train linear_decode linear_quality
 
-bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for two of them)
+bench: native  ## Every benchmark's quick form (DATA=folder with Amazon Beauty, for three of them)
 	@status=0; for benchmark in $(BENCHMARKS); do data=""; echo "== $$benchmark"; \
-	case $$benchmark in semantic_ids|quality) \
+	case $$benchmark in semantic_ids|quality|linear_quality) \
 		if ! test -f "$(DATA)/beauty.seq"; then echo "passed over: no beauty.seq in $(DATA), name its folder with make bench DATA=..."; continue; fi; data="--data $(DATA)";; esac; \
 	$(BIN)/python tests/benchmarks/$$benchmark.py --quick $$data || status=1; done; exit $$status
 
