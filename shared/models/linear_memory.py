@@ -164,8 +164,9 @@ class LinearMemory:
                 kept[request] = old[0]
 
     def reading(self, known_R: Sequence[int], places_R: Sequence[int], places_per_item: int, twin_R: Sequence[int]) -> Reading:
-        """How prompts of so many places are read, of which the first ``known_R`` are not; the middle mark comes before the last item."""
-        self.middle_R = [max(0, places - places_per_item) for places in places_R]
+        """How prompts of so many places are read, of which the first ``known_R`` are not; the middle mark comes before the last item that is read."""
+        middle_R = [max(0, known, places - places_per_item) for known, places in zip(known_R, places_R, strict=True)]
+        self.middle_R = [middle_R[twin] for twin in twin_R]
         return Reading.of(known_R, self.middle_R, places_R, twin_R, self.bases_B.device)
 
     def read(self, index: int, layer: Layer, x_ND: Tensor, reading: Reading) -> Tensor:

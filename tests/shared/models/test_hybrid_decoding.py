@@ -176,6 +176,23 @@ def test_what_a_prompt_leaves_is_of_one_size_however_long_it_is() -> None:
     assert sizes == {decoder.linear_size.mark}
 
 
+@pytest.mark.parametrize("more", [1, 3, 4, 9])
+def test_prompts_need_not_end_with_an_item_to_be_read_on(more: int) -> None:
+    decoder = GeneratorDecoder(make(("linear_attention", "full_attention", "kda")))
+    prompt = Player(decoder.generator, 0).prompt(5)
+    before, now = prompt[:8], prompt[: 8 + more]
+    kept = decoder.begin(*pack([before]))[1].prompt_kv(0)
+    warm, state = decoder.begin(*pack([now, now]), [kept, None])
+    assert state.read_R == (more, 1)
+    cold, fresh = decoder.begin(*pack([now]))
+    torch.testing.assert_close(warm, cold.expand(2, -1), rtol=1e-9, atol=1e-9)
+    for request in (0, 1):
+        again = state.prompt_kv(request)
+        assert [mark.places for mark in again.marks] == [max(8, 4 + more), 8 + more]
+        torch.testing.assert_close(tuple(again.marks[-1].states_L[1]), tuple(fresh.prompt_kv(0).marks[-1].states_L[1]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(decoder.begin(*pack([prompt]), [again])[0], decoder.begin(*pack([prompt]))[0], rtol=1e-9, atol=1e-9)
+
+
 def test_a_prompt_of_another_model_is_refused() -> None:
     one, other = (GeneratorDecoder(make(types)) for types in (("linear_attention",), ("kda", "linear_attention")))
     prompt = Player(one.generator, 0).prompt(3)
