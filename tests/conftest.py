@@ -19,8 +19,8 @@ from semantide.shared.config import Settings
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
 
-# No test judges how long an example takes.
-hypothesis.settings.register_profile("patient", deadline=None)
+# No test judges how long an example takes. Continuous integration tries the same examples each time; whoever works on the code looks for new ones.
+hypothesis.settings.register_profile("patient", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("patient")
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -73,7 +73,7 @@ class ItemRows:
 
     @property
     def plain(self) -> bool:
-        """Whether item i has row i."""
+        """Whether no row is shared, and item i has row i."""
         return self.num_rows == len(self.rows_N) and bool(self.own_N.all())
 
     def figures(self, counts_N: npt.NDArray[np.integer]) -> dict[str, float]:

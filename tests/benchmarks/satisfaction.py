@@ -71,7 +71,6 @@ def size(quick: bool, large: bool, seed: int) -> Size:
     """A whole world, or one that is lived through within a minute."""
     if large:
         return Size(SimulatorConfig(users=4000, items=1500, sessions=8, seed=seed), {}, {}, "", 1000, 4)
-    training: dict[str, Any]
     if quick:
         training: dict[str, Any] = {"epochs": 2, "evaluate_every": 2, "valid_users": 50}
         return Size(
