@@ -13,17 +13,26 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from semantide.shared import http
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.config import Settings
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
 
-# No test judges how long an example takes. Continuous integration tries the same examples each time; whoever works on the code looks for new ones.
+# No test judges how long an example takes. Continuous integration draws no examples by chance; whoever works on the code looks for new ones.
 hypothesis.settings.register_profile("patient", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("patient")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_probes() -> Iterator[None]:
+    """A broker on a slow disk has long to answer the first time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http, "_FIRST_PROBE_SECONDS", 120.0)
+        yield
 
 
 @pytest.fixture(scope="session")

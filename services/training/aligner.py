@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from semantide.services.training import run_config
 from semantide.services.training.alignment_guard import Guard, Standing
 from semantide.services.training.alignment_recipes import AlignConfig
 from semantide.services.training.checkpoint import Checkpoints
@@ -335,7 +336,7 @@ class Aligner:
         own: dict[str, Tensor] = {}
         for place, (drawn_at, drawn, _) in enumerate(self._ahead):
             own |= {f"ahead.{place}.rows": drawn.rows_RG, f"ahead.{place}.log_probs": drawn.log_probs_RGL, f"ahead.{place}.drawn_at": torch.tensor(drawn_at)}
-        state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+        state = {"run": asdict(self.state), "config": run_config.plain(self.config), "identity": self._identity, "seed": self._seed}
         self._checkpoints.save(self.state.step, self._weights.tensors(), state, own=own)
         self._saved_at = self._listener.clock()
 
@@ -345,7 +346,7 @@ class Aligner:
             self._weights.begin_average()
             return self.state
         saved = found.state
-        if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
+        if not run_config.same(saved["config"], self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
             raise Conflict(
                 f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
             )
@@ -388,10 +389,3 @@ def _distinct(rows_RG: Tensor) -> float:
     """Share of a group's rollouts that are not in it already, on average."""
     shares = [len(set(own)) / max(1, len(own)) for own in ([row for row in rows if row >= 0] for rows in rows_RG.tolist())]
     return sum(shares) / max(1, len(shares))
-
-
-def _plain(config: AlignConfig) -> Any:
-    """The configuration as it comes back from JSON."""
-    import json
-
-    return json.loads(json.dumps(asdict(config)))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from semantide.services.training import run_config
 from semantide.services.training.batches import Epoch, Epochs
 from semantide.services.training.change_log import ChangeLog
 from semantide.services.training.checkpoint import Checkpoints
@@ -354,7 +355,7 @@ class Trainer:
             self._on_the_way = pipeline.on_the_way()
         self._weights.settle()
         began = self.listener.clock()
-        state = {"run": asdict(self.state), "config": _plain(self.config), "identity": self._identity, "seed": self._seed}
+        state = {"run": asdict(self.state), "config": run_config.plain(self.config), "identity": self._identity, "seed": self._seed}
         self._checkpoints.save(self.state.step, self._weights.tensors(), state, own=self._own(), deals=self._deals)
         self.listener.metric(self.state.step, {"checkpoint_stall_seconds": self.listener.clock() - began})
         self._saved_at = self.listener.clock()
@@ -364,7 +365,7 @@ class Trainer:
         if found is None:
             return
         saved = found.state
-        if saved["config"] != _plain(self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
+        if not run_config.same(saved["config"], self.config) or saved["identity"] != self._identity or saved["seed"] != self._seed:
             raise Conflict(
                 f"the checkpoints in {self._checkpoints.folder} are of a run with another configuration, input or seed: give each run a folder of its own"
             )
@@ -400,10 +401,3 @@ class _Memory:
                 f"rank {self._rank} ran out of memory at step {self._step} ({error}): lower items_per_batch (now {self._items}) or max_items, or train with "
                 "more processes on more machines; the last good checkpoint stays"
             ) from error
-
-
-def _plain(config: TrainConfig) -> Any:
-    """The configuration as it comes back from JSON."""
-    import json
-
-    return json.loads(json.dumps(asdict(config)))

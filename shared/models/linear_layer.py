@@ -103,7 +103,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, o_THe: Tensor, gate_THe: Tensor) -> Tensor:
         """Shapes: twice [T, H, e] -> [T, H, e]."""
-        return silu_product(gate_THe, rms_norm(o_THe, self.weight, self.eps))
+        return silu_product(gate_THe, rms_norm(o_THe, self.weight.to(o_THe.dtype), self.eps))
 
 
 class LinearAttention(nn.Module):
@@ -149,7 +149,7 @@ class LinearAttention(nn.Module):
             step = step.unflatten(-1, (-1, config.key_head_dim))
         rate_H = self.A_log.float().exp()
         g = -(rate_H[:, None] if form.rule.per_channel else rate_H) * step
-        beta_TH = self.in_proj_b(x_TD).sigmoid() if form.rule.delta else None
+        beta_TH = self.in_proj_b(x_TD).sigmoid().to(v_THe.dtype) if form.rule.delta else None
         if form.steps:
             past_THe = self.D[:, None] * v_THe
             v_THe = (step.unsqueeze(-1) * v_THe).to(v_THe.dtype)

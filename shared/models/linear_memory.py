@@ -153,7 +153,9 @@ class LinearMemory:
         return bool(self._layers)
 
     def fits(self, marks: Sequence[Mark]) -> bool:
-        """Whether they are of the same layers; without linear layers a prompt has none."""
+        """Whether they are of the same layers; without linear layers a prompt has none, and with them at least one."""
+        if bool(marks) != bool(self._layers):
+            return False
         mine = [(*(x.shape[1:] for x in layer.end), *(x.dtype for x in layer.end)) for layer in self._layers]
         return all([(*(x.shape[1:] for x in state), *(x.dtype for x in state)) for state in mark.states_L] == mine for mark in marks)
 

@@ -253,7 +253,12 @@ def load_generator(folder: Path, level_sizes: tuple[int, ...] | None = None) -> 
         generator = Generator(config)
     fill(generator, tensors, folder, assign=True)
     embedding = generator.model.embed_tokens.weight
-    return generator.to(embedding.dtype if embedding.is_floating_point() else torch.float32).eval()
+    dtype = embedding.dtype if embedding.is_floating_point() else torch.float32
+    for name, parameter in generator.named_parameters():
+        # Published hybrids have these in float32 beside a short type: a rounded rate of decay would be another one.
+        if not (parameter.dtype == torch.float32 and name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))):
+            parameter.data = parameter.data.to(dtype)
+    return generator.eval()
 
 
 def _layer_types(header: Mapping[str, Any]) -> tuple[str, ...]:

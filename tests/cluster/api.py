@@ -126,8 +126,8 @@ class Api:
             # The server has restarted since this connection was last used.
             answer = self._client.request(method, path, **options)
         end = time.monotonic() + _STORE_SECONDS
-        while answer.status_code >= 500 and method in ("GET", "DELETE") and time.monotonic() < end:
-            # A busy disk keeps its store waiting; both may be asked twice.
+        while answer.status_code >= 500 and method in ("GET", "DELETE", "PATCH") and time.monotonic() < end:
+            # A busy disk keeps its store waiting; these may be asked twice.
             time.sleep(1)
             answer = self._client.request(method, path, **options)
         if answer.is_error:

@@ -10,11 +10,14 @@ import itertools
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 
-from .api import Api, Object
+import httpx
+
+from .api import Api, Object, Refused
 
 PORT = 8000
 _RECENT = 40
@@ -86,16 +89,36 @@ class Failed(Exception):
     """No answer, or one that says so."""
 
 
+def addresses(api: Api, namespace: str, service: str) -> list[str]:
+    """Who is ready behind a Service; a control plane that is kept waiting is asked again, for it is not the shop."""
+    while True:
+        try:
+            subsets = api.get("endpoints", service, namespace).get("subsets") or ()
+        except (Refused, httpx.HTTPError) as error:
+            if isinstance(error, Refused) and error.status < 500:
+                raise
+            time.sleep(1)
+            continue
+        return [place["ip"] for subset in subsets for place in subset.get("addresses") or ()]
+
+
 def ask(api: Api, namespace: str, service: str, key: str, question: Object, draw: random.Random) -> Object:
     """One answer of a Service.
 
     Raises: Failed; OSError and http.client.HTTPException from the connection.
     """
-    subsets = api.get("endpoints", service, namespace).get("subsets") or ()
-    ready = [place["ip"] for subset in subsets for place in subset.get("addresses") or ()]
-    if not ready:
-        raise Failed(f"{service} has no ready address")
-    connection = http.client.HTTPConnection(draw.choice(ready), PORT, timeout=600)
+    while True:
+        if not (ready := addresses(api, namespace, service)):
+            raise Failed(f"{service} has no ready address")
+        connection = http.client.HTTPConnection(chosen := draw.choice(ready), PORT, timeout=600)
+        try:
+            connection.connect()
+        except ConnectionRefusedError:
+            # Nobody listens there any more: kube-proxy would not send to an address that has left meanwhile.
+            if chosen in addresses(api, namespace, service):
+                raise
+            continue
+        break
     try:
         connection.request("POST", "/v1/recommendations", json.dumps(question), {"X-API-Key": key, "Content-Type": "application/json"})
         answer = connection.getresponse()
