@@ -45,6 +45,12 @@ def _metadata(body: Body) -> Body:
     return found
 
 
+def label_of(body: Body) -> str:
+    """Kind, namespace and name, in words."""
+    metadata = _metadata(body)
+    return f"{body.get('kind', 'object')} {'/'.join(part for part in (metadata.get('namespace', ''), metadata.get('name', '?')) if part)}"
+
+
 def _first(labels: Mapping[str, str], names: Iterable[str]) -> str:
     return next((labels[name] for name in names if labels.get(name)), "")
 
@@ -134,32 +140,37 @@ def read_nodes(
     claimed: Mapping[str, ClaimedDevices] | None = None,
     silence: Mapping[str, float] | None = None,
     gone_seconds: float = GONE_SECONDS,
+    unread: dict[str, Exception] | None = None,
 ) -> list[Node]:
     """The nodes, as the API server's objects describe them.
 
     ``resource_names`` are the names that devices are counted by here. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
-    ``silence`` is how long nodes have been seen not ready, seconds.
+    ``silence`` is how long nodes have been seen not ready, seconds. One object that cannot be read must not stop the rest: what is wrong with it goes into
+    ``unread``, a pod counts as none, and no new pod comes to a node.
     """
+    faults = {} if unread is None else unread
     uses: dict[str, list[Use]] = {}
     for pod in pods:
-        if holds_room(pod):
-            uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
-    health = {
-        name.removeprefix(CONFIG_MAP_PREFIX): device_health(body)
-        for body in config_maps
-        if (name := _metadata(body).get("name", "")).startswith(CONFIG_MAP_PREFIX)
-    }
-    return [
-        _node(
-            body,
-            uses.get(name := _metadata(body)["name"], []),
-            health.get(name, DeviceHealth()),
-            resource_names,
-            None if claimed is None else claimed.get(name, _NO_DEVICES),
-            _readiness(body, (silence or {}).get(name, 0.0), gone_seconds),
-        )
-        for body in nodes
-    ]
+        try:
+            if holds_room(pod):
+                uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
+        except Exception as error:
+            faults[label_of(pod)] = error
+    health: dict[str, DeviceHealth] = {}
+    for body in config_maps:
+        if (name := _metadata(body).get("name", "")).startswith(CONFIG_MAP_PREFIX):
+            health[name.removeprefix(CONFIG_MAP_PREFIX)] = device_health(body)
+    result = []
+    for body in nodes:
+        name = _metadata(body)["name"]
+        devices = None if claimed is None else claimed.get(name, _NO_DEVICES)
+        readiness = _readiness(body, (silence or {}).get(name, 0.0), gone_seconds)
+        try:
+            result.append(_node(body, uses.get(name, []), health.get(name, DeviceHealth()), resource_names, devices, readiness))
+        except Exception as error:
+            faults[label_of(body)] = error
+            result.append(Node(name, unusable="not to be read", gone=readiness[1]))
+    return result
 
 
 def _node(

@@ -59,7 +59,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
         owned[pod.owner].append(pod)
     fleet = Fleet(nodes.values())
     looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
-    stumbles: dict[str, Exception] = {}
+    stumbles = dict(snapshot.unread)
     steps = {key: _step(look, stumbles) for key, look in looks.items()}
     for key, step in steps.items():
         if step.status.phase in ("Placing", "Running"):  # what has ended only remembers its places

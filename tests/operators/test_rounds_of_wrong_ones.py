@@ -111,3 +111,35 @@ def test_a_status_that_cannot_be_read_is_not_forgotten(world: Worlds) -> None:
     lab.cluster.replace_status({**lab.cluster.get("NPUJob", "lab", "train"), "status": {**status, "recentRestarts": 0}})
     lab.settle()
     assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [{"semantide.io/npus": "²"}, {"semantide.io/npus": "9" * 5000}, {"huawei.com/AscendReal": f"Ascend910-{'1' * 5000}"}],
+)
+def test_what_somebody_writes_onto_a_pod_stops_nobody(world: Worlds, annotations: dict[str, str]) -> None:
+    lab = world(["a"])
+    owner = {"apiVersion": "v1", "kind": "X", "name": "x", "uid": "x", "controller": True}
+    metadata = {"name": "odd", "namespace": "elsewhere", "annotations": annotations, "ownerReferences": [owner], "labels": {}}
+    lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "a", "containers": []}})
+    lab.submit("train", npus=8)
+    lab.settle()
+    assert lab.phase("train") == "Running" and not lab.operator.turn().stumbles
+
+
+def test_pods_and_nodes_that_cannot_be_read_are_told_of_and_stop_nobody(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", npus=4)
+    lab.settle()
+    (node,) = {body["spec"]["nodeName"] for body in lab.pods("train")}
+    owner = {"apiVersion": "v1", "kind": "X", "name": "x", "uid": "x", "controller": True}
+    metadata = {"name": "odd", "namespace": "elsewhere", "creationTimestamp": "yesterday", "ownerReferences": [owner], "labels": {}}
+    lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "a", "containers": []}})
+    lab.cluster.objects["Pod", "elsewhere", "odd"]["metadata"]["creationTimestamp"] = "yesterday"
+    lab.cluster.set_status("Pod", "elsewhere", "odd", phase="Running")
+    lab.cluster.set_status("Node", "", node, capacity={"cpu": "many"}, allocatable={"cpu": "many"})
+    lab.submit("next", npus=8)
+    lab.settle()
+    assert lab.phase("train") == lab.phase("next") == "Running" and lab.status("train")["attempt"] == 1
+    assert {body["spec"]["nodeName"] for body in lab.pods("next")} == {"a", "b"} - {node}
+    assert set(lab.operator.turn().stumbles) == {"Pod elsewhere/odd", f"Node {node}"}
