@@ -143,3 +143,19 @@ def test_pods_and_nodes_that_cannot_be_read_are_told_of_and_stop_nobody(world: W
     assert lab.phase("train") == lab.phase("next") == "Running" and lab.status("train")["attempt"] == 1
     assert {body["spec"]["nodeName"] for body in lab.pods("next")} == {"a", "b"} - {node}
     assert set(lab.operator.turn().stumbles) == {"Pod elsewhere/odd", f"Node {node}"}
+
+
+def test_pods_of_another_namespace_that_name_an_owner_here_are_nobodys(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train", restartPolicy={"limit": 0})
+    lab.serve("shop")
+    lab.settle()
+    kept = {body["metadata"]["uid"] for body in (*lab.pods("train"), *lab.pods("shop", "service"))}
+    for body in list(lab.cluster.of("Pod")):
+        spec = {key: value for key, value in body["spec"].items() if key != "nodeName"}
+        metadata = {key: body["metadata"][key] for key in ("name", "labels", "ownerReferences")}
+        lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {**metadata, "namespace": "elsewhere"}, "spec": spec})
+        lab.cluster.set_status("Pod", "elsewhere", metadata["name"], phase="Failed")
+    lab.turn(8, 5.0)
+    assert lab.phase("train") == lab.phase("shop", "NPUService") == "Running"
+    assert {body["metadata"]["uid"] for body in lab.cluster.of("Pod") if body["metadata"]["namespace"] == "lab"} == kept
