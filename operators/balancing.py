@@ -1,6 +1,6 @@
 """How many replicas a service should have, and which of them should go elsewhere, from measured load. Pure.
 
-    grow     at once when queues or answers are above the target, by as much as they are above it
+    grow     at once when queues or answers are above the target, by as much as they are above it in the replicas that work already
     shrink   by one, after a long calm, when the rest would still be well below the target
     move     one replica that lags behind the others, while the service as a whole is within its target
 
@@ -88,8 +88,10 @@ def balance(
     slow = late if load.queue_depth >= 0.1 * target.queue_depth else 0.0
     pressure = max(queue, slow)
     if pressure > rules.grow_above and current < most and seconds_since_change >= rules.pause_seconds:
-        wanted = min(most, math.ceil(current * min(pressure, rules.most_growth)))
-        return Balance(wanted, reason=_above(load, spec, queue >= slow))
+        # Those that said nothing may only be loading: what those that work lack is all that is known to be missing.
+        wanted = min(most, math.ceil(len(loads) * min(pressure, rules.most_growth)))
+        if wanted > current:
+            return Balance(wanted, reason=_above(load, spec, queue >= slow))
     # The first answers of a replica, and those given beside one that starts, say little of its node.
     if min(seconds_since_change, seconds_settled) < rules.calm_seconds or len(loads) < current:
         return Balance(current)  # a replica that says nothing may be the one in trouble

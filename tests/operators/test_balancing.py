@@ -55,6 +55,13 @@ def test_a_long_queue_grows_a_service_at_most_twofold(current: int, queue: float
     assert current < wanted.replicas <= min(10, 2 * current) and "target 8" in wanted.reason
 
 
+def test_replicas_that_still_load_are_no_reason_for_more() -> None:
+    assert balance(spec(most=64), 2, alike(2, 20)).replicas == 4
+    assert balance(spec(most=64), 4, alike(2, 20)) == Balance(4), "two of them load still"
+    assert balance(spec(most=64), 4, alike(3, 20)).replicas == 6, "what three cannot do is not what four could"
+    assert balance(spec(most=64), 4, alike(4, 20)).replicas == 8
+
+
 def test_slow_answers_grow_a_service_only_while_requests_wait() -> None:
     assert balance(spec(p99=100), 2, alike(2, 4, 300)).replicas == 4
     assert balance(spec(p99=100), 2, alike(2, 0, 300)) == Balance(2)
