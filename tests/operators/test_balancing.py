@@ -68,6 +68,15 @@ def test_slow_answers_grow_a_service_only_while_requests_wait() -> None:
     assert "300 ms" in balance(spec(p99=100), 2, alike(2, 4, 300)).reason
 
 
+@pytest.mark.parametrize("others", [1, 3])
+def test_one_slow_replica_is_moved_and_grows_nothing(others: int) -> None:
+    replicas = [*alike(others, 4, 20), ReplicaLoad("slow", 4, 500)]
+    asked = spec(most=64, p99=50)
+    assert balance(asked, others + 1, replicas, seconds_since_change=60) == Balance(others + 1)
+    assert balance(asked, others + 1, replicas).move == "slow"
+    assert balance(asked, others + 1, [*alike(others, 4, 80), ReplicaLoad("slow", 4, 500)], seconds_since_change=60).replicas > others + 1
+
+
 def test_a_service_shrinks_by_one_after_a_calm_and_never_on_missing_word() -> None:
     assert balance(spec(), 4, alike(4, 0.1)).replicas == 3
     assert balance(spec(), 4, alike(4, 0.1), seconds_since_change=100).replicas == 4
