@@ -6,6 +6,7 @@ names is given those that cost the least, so that what is called free really is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,9 +200,10 @@ def _node(
     if missing > 0:  # the plugin says how many are sick, and nobody which: those that nobody holds, from the end
         sick |= set([npu for npu in reversed(range(capacity)) if npu not in held and npu not in sick][:missing])
     try:
-        slow = max(1.0, float(annotations.get(SLOW_ANNOTATION, 1.0)))
+        said = float(annotations.get(SLOW_ANNOTATION, 1.0))
     except ValueError:
-        slow = 1.0
+        said = 1.0
+    slow = max(1.0, said) if math.isfinite(said) else 1.0
     return Node(
         name=metadata["name"],
         capacity=capacity,

@@ -144,7 +144,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
 
 
 def test_replicas_that_do_not_answer_have_no_load() -> None:
-    pages = {"10.0.0.1": PAGE % {"queue": 2, "busy": 1, "fast": 1, "all": 1}, "10.0.0.2": "not a page {"}
+    pages = {"10.0.0.1": PAGE % {"queue": 2, "busy": 1, "fast": 1, "all": 1}, "10.0.0.2": "not a page {", "10.0.0.4": PAGE % {"queue": "+Inf", "busy": 1, "fast": 1, "all": 1}}
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["X-API-Key"] == "k"
@@ -154,7 +154,7 @@ def test_replicas_that_do_not_answer_have_no_load() -> None:
 
     clock = iter(range(100))
     reader = LoadReader("k", lambda: float(next(clock)), httpx.Client(transport=httpx.MockTransport(answer)))
-    addresses: dict[str, Any] = {f"pod-{number}": f"http://10.0.0.{number}:9100" for number in (1, 2, 3)}
+    addresses: dict[str, Any] = {f"pod-{number}": f"http://10.0.0.{number}:9100" for number in (1, 2, 3, 4)}
     assert [load.pod for load in reader.read(addresses)] == ["pod-1"]
     assert reader.read(addresses)[0].busy == 0.0
     assert reader.read({}) == []
