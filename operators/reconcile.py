@@ -58,7 +58,10 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     for pod in snapshot.pods:
         owned[pod.namespace, pod.owner].append(pod)  # a pod of another namespace that names an owner here is none of its own
     fleet = Fleet(nodes.values())
-    looks = {job.key: Look(job, owned[job.namespace, job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
+    looks = {
+        job.key: Look(job, owned[job.namespace, job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), ""))
+        for job in snapshot.jobs
+    }
     stumbles = dict(snapshot.unread)
     steps = {key: _step(look, stumbles) for key, look in looks.items()}
     for key, step in steps.items():

@@ -144,7 +144,11 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
 
 
 def test_replicas_that_do_not_answer_have_no_load() -> None:
-    pages = {"10.0.0.1": PAGE % {"queue": 2, "busy": 1, "fast": 1, "all": 1}, "10.0.0.2": "not a page {", "10.0.0.4": PAGE % {"queue": "+Inf", "busy": 1, "fast": 1, "all": 1}}
+    pages = {
+        "10.0.0.1": PAGE % {"queue": 2, "busy": 1, "fast": 1, "all": 1},
+        "10.0.0.2": "not a page {",
+        "10.0.0.4": PAGE % {"queue": "+Inf", "busy": 1, "fast": 1, "all": 1},
+    }
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["X-API-Key"] == "k"
