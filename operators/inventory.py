@@ -16,7 +16,7 @@ from semantide.operators.claimed_devices import ClaimedDevices
 from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
 from semantide.operators.node import Node, Taint
 from semantide.operators.profiles import PROFILES, profile_of_resource
-from semantide.operators.quantities import quantity
+from semantide.operators.quantities import quantity, whole
 from semantide.operators.resources import NODE_ANNOTATION, NPUS_ANNOTATION, SLOW_ANNOTATION
 
 Body = Mapping[str, Any]
@@ -35,8 +35,8 @@ class Use:
     """What one pod takes of its node. ``npus`` None: so many that nobody names."""
 
     holder: str
-    millicores: float
-    memory_bytes: float
+    millicores: int
+    memory_bytes: int
     count: int
     npus: tuple[int, ...] | None
 
@@ -66,10 +66,10 @@ def holds_room(pod: Body) -> bool:
     return (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed") and bool(node_of(pod))
 
 
-def _asked(container: Body, name: str) -> float:
+def _asked(container: Body, name: str, parts: int) -> int:
     resources = container.get("resources") or {}
     value = (resources.get("requests") or {}).get(name, (resources.get("limits") or {}).get(name, 0))
-    return quantity(value)
+    return whole(value, parts)
 
 
 def use_of(pod: Body, resource_names: Collection[str]) -> Use:
@@ -77,10 +77,10 @@ def use_of(pod: Body, resource_names: Collection[str]) -> Use:
     spec, metadata = pod.get("spec") or {}, _metadata(pod)
     containers, first = spec.get("containers") or (), spec.get("initContainers") or ()
 
-    def total(name: str) -> float:
-        return max(sum(_asked(container, name) for container in containers), max((_asked(container, name) for container in first), default=0.0))
+    def total(name: str, parts: int = 1) -> int:
+        return max(sum(_asked(container, name, parts) for container in containers), max((_asked(container, name, parts) for container in first), default=0))
 
-    asked = {name: int(total(name)) for name in resource_names}
+    asked = {name: total(name) for name in resource_names}
     name = max(asked, key=lambda name: asked[name], default="")
     count = asked.get(name, 0)
     annotations = metadata.get("annotations") or {}
@@ -88,7 +88,7 @@ def use_of(pod: Body, resource_names: Collection[str]) -> Use:
     npus = device_indices(said)
     return Use(
         holder=f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}",
-        millicores=1000 * total("cpu"),
+        millicores=total("cpu", 1000),
         memory_bytes=total("memory"),
         count=max(count, len(npus)) if NPUS_ANNOTATION in annotations else count,
         npus=npus if npus and len(npus) >= count else None,
@@ -221,9 +221,9 @@ def _node(
         slow=max(slow, _SLOWED) if health.slow else slow,
         unusable=readiness[0],
         gone=readiness[1],
-        millicores=1000 * quantity(usable.get("cpu", 0)),
-        memory_bytes=quantity(usable.get("memory", 0)),
-        free_millicores=1000 * quantity(usable.get("cpu", 0)) - sum(use.millicores for use in uses),
-        free_memory_bytes=quantity(usable.get("memory", 0)) - sum(use.memory_bytes for use in uses),
+        millicores=(millicores := whole(usable.get("cpu", 0), 1000)),
+        memory_bytes=(memory_bytes := whole(usable.get("memory", 0))),
+        free_millicores=millicores - sum(use.millicores for use in uses),
+        free_memory_bytes=memory_bytes - sum(use.memory_bytes for use in uses),
         free_pods=quantity(usable.get("pods", 110)) - len(uses),
     )
