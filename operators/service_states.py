@@ -74,8 +74,8 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     staying = [pod for pod in look.pods if pod not in failed and not pod.deleting]
     new = [pod for pod in staying if pod.revision == revision and pod.name != status.moving]
     old = [pod for pod in staying if pod not in new]
-    planned = _planned(look, status, revision)
     wished = 0 if service.spec.suspend else status.wish
+    planned = _planned(look, status, revision)[: max(0, wished - len(new))]
     leaving = list(staying) if service.spec.suspend else _leaving(look, new, old, wished)
     surge = 1 if old and service.spec.rollout.strategy == "Surge" else 0
     after = len(staying) + len(planned) - len(leaving)

@@ -9,6 +9,7 @@ import pytest
 
 from semantide.operators.balancing import ReplicaLoad
 from semantide.operators.pods import time_of
+from semantide.shared.errors import PermanentError
 
 Worlds = Callable[..., Any]
 
@@ -315,3 +316,25 @@ def test_a_rollout_that_takes_long_may_grow_and_does_nothing_else(world: Worlds)
     lab.nodes.run = running
     lab.settle()
     assert lab.status("shop", "NPUService")["updatedReplicas"] == 4 == ready(lab)
+
+
+def test_places_of_replicas_that_a_quota_forbids_are_free_when_nobody_asks_for_them(world: Worlds) -> None:
+    lab = world(["a", "b"])
+
+    def quota(verb: str, kind: str, name: str) -> None:
+        if (verb, kind) == ("create", "Pod") and name.startswith("shop") and len(lab.pods("shop", "service")) >= 2:
+            raise PermanentError("exceeded quota: pods=2")
+
+    lab.cluster.fails = quota
+    lab.serve("shop", low=4, high=4, npus=4)
+    lab.turn(6, 1.0)
+    assert ready(lab) == 2 and len(lab.status("shop", "NPUService")["placement"]) == 4
+    lab.submit("train", pods=2, npus=4)
+    lab.turn(3, 1.0)
+    assert lab.phase("train") == "Pending", "their places are kept"
+    lab.change("NPUService", "shop", replicas={"min": 3, "max": 3})
+    lab.turn(3, 1.0)
+    assert len(lab.status("shop", "NPUService")["placement"]) == 3
+    lab.change("NPUService", "shop", replicas={"min": 2, "max": 2})
+    lab.turn(6, 1.0)
+    assert lab.phase("train") == "Running" and lab.phase("shop", "NPUService") == "Running" and ready(lab) == 2
