@@ -1,6 +1,6 @@
 """How many replicas a service should have, and which of them should go elsewhere, from measured load. Pure.
 
-    grow     at once when queues or answers are above the target, by as much as they are above it
+    grow     at once when queues or answers are above the target, by as much as they are above it in the replicas that work already
     shrink   by one, after a long calm, when the rest would still be well below the target
     move     one replica that lags behind the others, while the service as a whole is within its target
 
@@ -84,27 +84,30 @@ def balance(
     load, target = service_load(loads), spec.target
     queue = load.queue_depth / target.queue_depth
     late = load.p99_milliseconds / target.p99_milliseconds if target.p99_milliseconds else 0.0
-    # Without waiting requests more replicas would make no answer faster.
-    slow = late if load.queue_depth >= 0.1 * target.queue_depth else 0.0
+    # Without waiting requests more replicas would make no answer faster, nor would they one that a slow node gives: that replica is to be moved.
+    lagging = _lagging(loads, target.queue_depth, rules)
+    usual = median([one.p99_milliseconds for one in loads if one.pod != lagging and one.p99_milliseconds] or [0.0])
+    slow = usual / target.p99_milliseconds if target.p99_milliseconds and load.queue_depth >= 0.1 * target.queue_depth else 0.0
     pressure = max(queue, slow)
     if pressure > rules.grow_above and current < most and seconds_since_change >= rules.pause_seconds:
-        wanted = min(most, math.ceil(current * min(pressure, rules.most_growth)))
-        return Balance(wanted, reason=_above(load, spec, queue >= slow))
+        # Those that said nothing may only be loading: what those that work lack is all that is known to be missing.
+        wanted = min(most, math.ceil(len(loads) * min(pressure, rules.most_growth)))
+        if wanted > current:
+            return Balance(wanted, reason=_above(load.queue_depth, usual, spec, queue >= slow))
     # The first answers of a replica, and those given beside one that starts, say little of its node.
     if min(seconds_since_change, seconds_settled) < rules.calm_seconds or len(loads) < current:
         return Balance(current)  # a replica that says nothing may be the one in trouble
     if current > max(least, 1) and late < rules.shrink_below and _rest_is_enough(loads, current, queue, rules):
         return Balance(current - 1, reason=f"queues hold {load.queue_depth:.1f} requests on average, target {target.queue_depth:g}: one replica less will do")
-    lagging = _lagging(loads, target.queue_depth, rules)
     if lagging is not None:
         return Balance(current, lagging, f"replica {lagging} lags behind the others: it should run on another node")
     return Balance(current)
 
 
-def _above(load: ServiceLoad, spec: NPUServiceSpec, queues: bool) -> str:
+def _above(queue_depth: float, p99_milliseconds: float, spec: NPUServiceSpec, queues: bool) -> str:
     if queues:
-        return f"queues hold {load.queue_depth:.1f} requests on average, target {spec.target.queue_depth:g}"
-    return f"99 of 100 answers take up to {load.p99_milliseconds:.0f} ms, target {spec.target.p99_milliseconds:g} ms, while requests wait"
+        return f"queues hold {queue_depth:.1f} requests on average, target {spec.target.queue_depth:g}"
+    return f"99 of 100 answers take up to {p99_milliseconds:.0f} ms on most replicas, target {spec.target.p99_milliseconds:g} ms, while requests wait"
 
 
 def _rest_is_enough(loads: Sequence[ReplicaLoad], current: int, queue: float, rules: Hysteresis) -> bool:

@@ -32,8 +32,8 @@ class DeviceHealth:
 
 
 def device_indices(names: str) -> tuple[int, ...]:
-    """The numbers at the end of device names: ``Ascend910-0,Ascend910-1`` gives 0 and 1."""
-    found = (re.search(r"(\d+)\s*$", name) for name in re.split(r"[,\s]+", names.strip()))
+    """The numbers at the end of device names: ``Ascend910-0,Ascend910-1`` gives 0 and 1; numbers that no device can have are passed over."""
+    found = (re.search(r"(?<![0-9])([0-9]{1,4})$", name) for name in re.split(r"[,\s]+", names.strip()))
     return tuple(int(match[1]) for match in found if match)
 
 

@@ -6,6 +6,7 @@ names is given those that cost the least, so that what is called free really is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from semantide.operators.claimed_devices import ClaimedDevices
 from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
 from semantide.operators.node import Node, Taint
 from semantide.operators.profiles import PROFILES, profile_of_resource
-from semantide.operators.quantities import quantity
+from semantide.operators.quantities import quantity, whole
 from semantide.operators.resources import NODE_ANNOTATION, NPUS_ANNOTATION, SLOW_ANNOTATION
 
 Body = Mapping[str, Any]
@@ -34,8 +35,8 @@ class Use:
     """What one pod takes of its node. ``npus`` None: so many that nobody names."""
 
     holder: str
-    millicores: float
-    memory_bytes: float
+    millicores: int
+    memory_bytes: int
     count: int
     npus: tuple[int, ...] | None
 
@@ -43,6 +44,12 @@ class Use:
 def _metadata(body: Body) -> Body:
     found: Body = body.get("metadata") or {}
     return found
+
+
+def label_of(body: Body) -> str:
+    """Kind, namespace and name, in words."""
+    metadata = _metadata(body)
+    return f"{body.get('kind', 'object')} {'/'.join(part for part in (metadata.get('namespace', ''), metadata.get('name', '?')) if part)}"
 
 
 def _first(labels: Mapping[str, str], names: Iterable[str]) -> str:
@@ -59,10 +66,10 @@ def holds_room(pod: Body) -> bool:
     return (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed") and bool(node_of(pod))
 
 
-def _asked(container: Body, name: str) -> float:
+def _asked(container: Body, name: str, parts: int) -> int:
     resources = container.get("resources") or {}
     value = (resources.get("requests") or {}).get(name, (resources.get("limits") or {}).get(name, 0))
-    return quantity(value)
+    return whole(value, parts)
 
 
 def use_of(pod: Body, resource_names: Collection[str]) -> Use:
@@ -70,10 +77,10 @@ def use_of(pod: Body, resource_names: Collection[str]) -> Use:
     spec, metadata = pod.get("spec") or {}, _metadata(pod)
     containers, first = spec.get("containers") or (), spec.get("initContainers") or ()
 
-    def total(name: str) -> float:
-        return max(sum(_asked(container, name) for container in containers), max((_asked(container, name) for container in first), default=0.0))
+    def total(name: str, parts: int = 1) -> int:
+        return max(sum(_asked(container, name, parts) for container in containers), max((_asked(container, name, parts) for container in first), default=0))
 
-    asked = {name: int(total(name)) for name in resource_names}
+    asked = {name: total(name) for name in resource_names}
     name = max(asked, key=lambda name: asked[name], default="")
     count = asked.get(name, 0)
     annotations = metadata.get("annotations") or {}
@@ -81,7 +88,7 @@ def use_of(pod: Body, resource_names: Collection[str]) -> Use:
     npus = device_indices(said)
     return Use(
         holder=f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}",
-        millicores=1000 * total("cpu"),
+        millicores=total("cpu", 1000),
         memory_bytes=total("memory"),
         count=max(count, len(npus)) if NPUS_ANNOTATION in annotations else count,
         npus=npus if npus and len(npus) >= count else None,
@@ -134,32 +141,37 @@ def read_nodes(
     claimed: Mapping[str, ClaimedDevices] | None = None,
     silence: Mapping[str, float] | None = None,
     gone_seconds: float = GONE_SECONDS,
+    unread: dict[str, Exception] | None = None,
 ) -> list[Node]:
     """The nodes, as the API server's objects describe them.
 
     ``resource_names`` are the names that devices are counted by here. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
-    ``silence`` is how long nodes have been seen not ready, seconds.
+    ``silence`` is how long nodes have been seen not ready, seconds. One object that cannot be read must not stop the rest: what is wrong with it goes into
+    ``unread``, a pod counts as none, and no new pod comes to a node.
     """
+    faults = {} if unread is None else unread
     uses: dict[str, list[Use]] = {}
     for pod in pods:
-        if holds_room(pod):
-            uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
-    health = {
-        name.removeprefix(CONFIG_MAP_PREFIX): device_health(body)
-        for body in config_maps
-        if (name := _metadata(body).get("name", "")).startswith(CONFIG_MAP_PREFIX)
-    }
-    return [
-        _node(
-            body,
-            uses.get(name := _metadata(body)["name"], []),
-            health.get(name, DeviceHealth()),
-            resource_names,
-            None if claimed is None else claimed.get(name, _NO_DEVICES),
-            _readiness(body, (silence or {}).get(name, 0.0), gone_seconds),
-        )
-        for body in nodes
-    ]
+        try:
+            if holds_room(pod):
+                uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
+        except Exception as error:
+            faults[label_of(pod)] = error
+    health: dict[str, DeviceHealth] = {}
+    for body in config_maps:
+        if (name := _metadata(body).get("name", "")).startswith(CONFIG_MAP_PREFIX):
+            health[name.removeprefix(CONFIG_MAP_PREFIX)] = device_health(body)
+    result = []
+    for body in nodes:
+        name = _metadata(body)["name"]
+        devices = None if claimed is None else claimed.get(name, _NO_DEVICES)
+        readiness = _readiness(body, (silence or {}).get(name, 0.0), gone_seconds)
+        try:
+            result.append(_node(body, uses.get(name, []), health.get(name, DeviceHealth()), resource_names, devices, readiness))
+        except Exception as error:
+            faults[label_of(body)] = error
+            result.append(Node(name, unusable="not to be read", gone=readiness[1]))
+    return result
 
 
 def _node(
@@ -188,9 +200,10 @@ def _node(
     if missing > 0:  # the plugin says how many are sick, and nobody which: those that nobody holds, from the end
         sick |= set([npu for npu in reversed(range(capacity)) if npu not in held and npu not in sick][:missing])
     try:
-        slow = max(1.0, float(annotations.get(SLOW_ANNOTATION, 1.0)))
+        said = float(annotations.get(SLOW_ANNOTATION, 1.0))
     except ValueError:
-        slow = 1.0
+        said = 1.0
+    slow = max(1.0, said) if math.isfinite(said) else 1.0
     return Node(
         name=metadata["name"],
         capacity=capacity,
@@ -208,9 +221,9 @@ def _node(
         slow=max(slow, _SLOWED) if health.slow else slow,
         unusable=readiness[0],
         gone=readiness[1],
-        millicores=1000 * quantity(usable.get("cpu", 0)),
-        memory_bytes=quantity(usable.get("memory", 0)),
-        free_millicores=1000 * quantity(usable.get("cpu", 0)) - sum(use.millicores for use in uses),
-        free_memory_bytes=quantity(usable.get("memory", 0)) - sum(use.memory_bytes for use in uses),
+        millicores=(millicores := whole(usable.get("cpu", 0), 1000)),
+        memory_bytes=(memory_bytes := whole(usable.get("memory", 0))),
+        free_millicores=millicores - sum(use.millicores for use in uses),
+        free_memory_bytes=memory_bytes - sum(use.memory_bytes for use in uses),
         free_pods=quantity(usable.get("pods", 110)) - len(uses),
     )

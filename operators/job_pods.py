@@ -7,13 +7,12 @@ from json import dumps
 from typing import Any
 
 from semantide.operators.actions import Remove
-from semantide.operators.pod_template import Container, child_name, full_template, owned, pod_manifest, short_digest
+from semantide.operators.pod_template import Container, child_name, full_template, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, table_name
 from semantide.operators.resources import (
     ATTEMPT_LABEL,
     ELASTIC_ANNOTATION,
-    JOB_LABEL,
     NODE_ANNOTATION,
     NPUS_ANNOTATION,
     RANK_LABEL,
@@ -69,7 +68,7 @@ def gang_manifests(job: NPUJob, placement: Sequence[PodPlacement], attempt: int,
     if settings.rendezvous == "dns" and len(placement) > 1:
         objects.append(_ranks_service(job, gang, attempt, settings.master_port))
     if npus and settings.dynamic_resources:
-        objects.append(claim_template(owned(job, gang, {JOB_LABEL: job.name[:63]}), profile_of(job.spec.profile).device_class, npus))
+        objects.append(claim_template(owned(job, gang, owner_label(job)), profile_of(job.spec.profile).device_class, npus))
     return [*objects, *(_pod(job, placement, rank, attempt, resources, over, settings, now) for rank in range(len(placement)))]
 
 
@@ -100,7 +99,7 @@ def _pod(
     template = full_template(job, settings)
     own = Container(
         name=mine.pod,
-        labels={JOB_LABEL: job.name[:63], ATTEMPT_LABEL: str(attempt), RANK_LABEL: str(rank), REVISION_LABEL: job_revision(job)},
+        labels={**owner_label(job), ATTEMPT_LABEL: str(attempt), RANK_LABEL: str(rank), REVISION_LABEL: job_revision(job)},
         annotations={
             **device_annotations(job.spec.profile, resource_name(job), mine.npus, settings, now),
             ELASTIC_ANNOTATION: str(len(placement)),
@@ -202,6 +201,6 @@ def claim_devices(spec: dict[str, Any], template: str) -> None:
 
 def _ranks_service(job: NPUJob, gang: str, attempt: int, port: int) -> dict[str, Any]:
     """Gives every pod of a gang a name in the cluster's DNS, from before it is ready."""
-    selector = {JOB_LABEL: job.name[:63], ATTEMPT_LABEL: str(attempt)}
+    selector = {**owner_label(job), ATTEMPT_LABEL: str(attempt)}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [{"name": "ranks", "port": port}]}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": owned(job, gang, {JOB_LABEL: job.name[:63]}), "spec": spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": owned(job, gang, owner_label(job)), "spec": spec}

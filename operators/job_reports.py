@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from json import JSONDecodeError, loads
+from math import isfinite
 from statistics import median_low
 from typing import Any
 
@@ -28,9 +29,9 @@ def heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
     try:
         if PROGRESS_ANNOTATION in said:
             update["progress"] = Progress.model_validate(loads(said[PROGRESS_ANNOTATION]))
-        if IMBALANCE_ANNOTATION in said and status.phase == "Running":
-            update["imbalance"] = max(0.0, float(said[IMBALANCE_ANNOTATION]))
-    except ValueError:
+        if status.phase == "Running" and isfinite(imbalance := float(said.get(IMBALANCE_ANNOTATION, "nan"))):
+            update["imbalance"] = max(0.0, imbalance)
+    except (ValueError, OverflowError, RecursionError):
         pass
     return status.model_copy(update=update)
 
@@ -39,8 +40,8 @@ def slowness(job: NPUJob, status: NPUJobStatus, slow_ratio: float, now: float) -
     """Which nodes of the gang are slower than the others."""
     try:
         said = loads(job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
-        seconds = {int(pod): float(value) for pod, value in said.items()}
-    except (JSONDecodeError, ValueError, AttributeError, TypeError):
+        seconds = {int(pod): float(value) for pod, value in said.items() if 1e-9 < float(value) < 1e9}
+    except (JSONDecodeError, ValueError, AttributeError, TypeError, OverflowError):
         return status
     by_node: dict[str, float] = {}
     for place, pod in enumerate(status.placement):

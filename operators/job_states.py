@@ -273,7 +273,7 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
             "RestartLimit",
             f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
         )
-    pause = min(policy.backoff_seconds * 2 ** max(recent - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
+    pause = min(policy.backoff_seconds * 2.0 ** min(max(recent - 1, 0), 30), max(settings.backoff_limit_seconds, policy.backoff_seconds))
     if look.refusal:
         pause = max(pause, settings.unschedulable_seconds)
     status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})

@@ -68,6 +68,12 @@ def child_name(owner: NPUJob | NPUService, *parts: object) -> str:
     return f"{owner.name[: 62 - len(rest)].rstrip('-.')}-{rest}"
 
 
+def owner_label(owner: NPUJob | NPUService) -> dict[str, str]:
+    """The label that what belongs to a resource has: its name; of one that is longer than labels may be the beginning, and what tells it from others alike."""
+    name = owner.name if len(owner.name) <= 63 else f"{owner.name[:57].rstrip('-.')}-{short_digest(owner.name, 5)}"
+    return {JOB_LABEL if isinstance(owner, NPUJob) else SERVICE_LABEL: name}
+
+
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """One template over another: maps are merged, named lists by name, other lists one after the other."""
     result = deepcopy(dict(base))
@@ -98,8 +104,7 @@ def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dic
 
 def child_labels(owner: NPUJob | NPUService, template: Mapping[str, Any]) -> dict[str, str]:
     """The labels that all pods of a resource have."""
-    kind = JOB_LABEL if isinstance(owner, NPUJob) else SERVICE_LABEL
-    return {MANAGED_BY_LABEL: MANAGED_BY, **(template.get("labels") or {}), kind: owner.name[:63]}
+    return {MANAGED_BY_LABEL: MANAGED_BY, **(template.get("labels") or {}), **owner_label(owner)}
 
 
 def check_template(template: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from semantide.operators.device_health import device_indices
 from semantide.operators.resources import ATTEMPT_LABEL, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, WORK_ANNOTATION
 
 AGAIN = 75
@@ -102,7 +103,7 @@ class Pod:
             attempt=_number(labels.get(ATTEMPT_LABEL)),
             rank=_number(labels.get(RANK_LABEL)),
             revision=labels.get(REVISION_LABEL, ""),
-            npus=tuple(int(npu) for npu in annotations.get(NPUS_ANNOTATION, "").split(",") if npu.strip().isdigit()),
+            npus=device_indices(annotations.get(NPUS_ANNOTATION, "")),
             exit_status=end.get("exitCode") if end else None,
             ended=seconds_of(end.get("finishedAt")) if end else None,
             created=seconds_of(metadata.get("creationTimestamp")) or 0.0,

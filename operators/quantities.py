@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SUFFIXES = {
@@ -20,3 +21,11 @@ def quantity(text: str | float) -> float:
     if found is None or found[2] not in _SUFFIXES:
         raise ValueError(f"{text!r} is no quantity: write it like 2, 500m or 16Gi")
     return float(found[1]) * _SUFFIXES[found[2]]
+
+
+def whole(text: str | float, parts: int = 1) -> int:
+    """A quantity in whole ``parts`` of its unit, rounded up as Kubernetes' scheduler counts it: sums of these are exact, and what just fits does fit.
+
+    Raises: ValueError.
+    """
+    return math.ceil(round(parts * quantity(text), 6))

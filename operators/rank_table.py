@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from json import JSONDecodeError, dumps, loads
 from typing import Any
 
-from semantide.operators.pod_template import owned
+from semantide.operators.pod_template import owned, owner_label
 from semantide.operators.pods import Pod
-from semantide.operators.resources import JOB_LABEL, NPUJob
+from semantide.operators.resources import NPUJob
 
 RANKS_FOLDER = "/etc/semantide/ranks"
 TABLE_FILE = f"{RANKS_FOLDER}/hccl.json"
@@ -54,7 +54,7 @@ def rank_table_manifest(job: NPUJob, gang: str, pods: Sequence[Pod], ranks_per_p
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": owned(job, table_name(gang), {JOB_LABEL: job.name[:63]}),
+        "metadata": owned(job, table_name(gang), owner_label(job)),
         "data": {"hccl.json": dumps(rank_table(pods, ranks_per_pod)), "master-address": pods[0].address},
     }
 

@@ -54,12 +54,15 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     if nodes and all(node.gone for node in nodes.values()):
         # Where nobody answers the cluster itself is in trouble: restarting what may well run on would only lose its work.
         nodes = {name: replace(node, gone=False) for name, node in nodes.items()}
-    owned: dict[str, list[Pod]] = defaultdict(list)
+    owned: dict[tuple[str, str], list[Pod]] = defaultdict(list)
     for pod in snapshot.pods:
-        owned[pod.owner].append(pod)
+        owned[pod.namespace, pod.owner].append(pod)  # a pod of another namespace that names an owner here is none of its own
     fleet = Fleet(nodes.values())
-    looks = {job.key: Look(job, owned[job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), "")) for job in snapshot.jobs}
-    stumbles: dict[str, Exception] = {}
+    looks = {
+        job.key: Look(job, owned[job.namespace, job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), ""))
+        for job in snapshot.jobs
+    }
+    stumbles = dict(snapshot.unread)
     steps = {key: _step(look, stumbles) for key, look in looks.items()}
     for key, step in steps.items():
         if step.status.phase in ("Placing", "Running"):  # what has ended only remembers its places
@@ -68,7 +71,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     service_looks = {
         service.key: ServiceLook(
             service,
-            owned[service.metadata.uid],
+            owned[service.namespace, service.metadata.uid],
             nodes,
             snapshot.now,
             settings,

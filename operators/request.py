@@ -9,7 +9,7 @@ from typing import Any
 from semantide.operators.affinity import Expression, node_terms
 from semantide.operators.node import Node, Taint
 from semantide.operators.profiles import profile_of
-from semantide.operators.quantities import quantity
+from semantide.operators.quantities import whole
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
         npus=npus,
         resource_name=name if npus else "",
         aligned=kind.aligned,
-        millicores=1000 * quantity(asked.get("cpu", 0)),
-        memory_bytes=quantity(asked.get("memory", 0)),
+        millicores=whole(asked.get("cpu", 0), 1000),
+        memory_bytes=whole(asked.get("memory", 0)),
         terms=terms,
         tolerations=tolerations,
         together=together,

@@ -64,7 +64,7 @@ def _lean(value: Any) -> Any:
 class Part(BaseModel):
     """Base of everything inside a resource: frozen, camelCase outside, snake_case inside, unknown fields left out."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True, allow_inf_nan=False)
 
     def to_body(self) -> dict[str, Any]:
         """As the API server keeps it; fields without a value or text are left out, for some builds of the server take an empty text for none at all."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from semantide.operators.pod_template import owned
-from semantide.operators.resources import JOB_LABEL, NPUJob
+from semantide.operators.pod_template import owned, owner_label
+from semantide.operators.resources import NPUJob
 
 _VOLCANO = "scheduling.volcano.sh/v1beta1"
 _NATIVE = "scheduling.k8s.io/v1beta1"
@@ -30,7 +30,7 @@ class HandOver:
 
 def hand_over(job: NPUJob, gang: str, pods: int, resources: Mapping[str, str], queue: str) -> HandOver:
     """How the job's scheduler hears of a gang of so many pods."""
-    metadata = owned(job, gang, {JOB_LABEL: job.name[:63]})
+    metadata = owned(job, gang, owner_label(job))
     if job.spec.scheduler == "volcano":
         group = {
             "apiVersion": _VOLCANO,

@@ -40,6 +40,8 @@ class Look:
         queue, workers, busy, answered = 0.0, 0.0, 0.0, {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
+                if not math.isfinite(sample.value):
+                    raise ValueError(f"{sample.name} is {sample.value}: a finite number was expected")
                 if sample.name == _QUEUE:
                     queue += sample.value
                 elif sample.name == _WORKERS:

@@ -7,9 +7,9 @@ from typing import Any
 
 from semantide.operators.actions import Remove
 from semantide.operators.job_pods import claim_devices, claim_template, device_annotations, visible_devices
-from semantide.operators.pod_template import Container, child_name, full_template, merged, owned, pod_manifest, short_digest
+from semantide.operators.pod_template import Container, child_name, full_template, merged, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
-from semantide.operators.resources import NODE_ANNOTATION, REVISION_LABEL, SERVICE_LABEL, NPUService, PodPlacement
+from semantide.operators.resources import NODE_ANNOTATION, REVISION_LABEL, NPUService, PodPlacement
 from semantide.operators.settings import OperatorSettings
 
 HTTP_PORT = 8000
@@ -31,7 +31,7 @@ def replica_prefix(service: NPUService, revision: str) -> str:
 
 def service_selector(service: NPUService) -> dict[str, str]:
     """Labels that every pod of the service has."""
-    return {SERVICE_LABEL: service.name[:63]}
+    return owner_label(service)
 
 
 def service_resource(service: NPUService) -> str:

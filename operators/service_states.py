@@ -74,8 +74,8 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     staying = [pod for pod in look.pods if pod not in failed and not pod.deleting]
     new = [pod for pod in staying if pod.revision == revision and pod.name != status.moving]
     old = [pod for pod in staying if pod not in new]
-    planned = _planned(look, status, revision)
     wished = 0 if service.spec.suspend else status.wish
+    planned = _planned(look, status, revision)[: max(0, wished - len(new))]
     leaving = list(staying) if service.spec.suspend else _leaving(look, new, old, wished)
     surge = 1 if old and service.spec.rollout.strategy == "Surge" else 0
     after = len(staying) + len(planned) - len(leaving)
@@ -125,7 +125,9 @@ def replicas_placed(look: ServiceLook, step: ServiceStep, places: Sequence[PodPl
 
 
 def no_room(look: ServiceLook, step: ServiceStep, reason: str) -> ServiceStep:
-    """The step of a service whose wanted replicas, or some of them, find no room."""
+    """The step of a service whose wanted replicas, or some of them, find no room. A replica that was to move stays then where it is."""
+    if step.wanted and step.status.moving:
+        step = replace(step, status=step.status.model_copy(update={"moving": ""}), wanted=step.wanted[:-1])
     if step.status.replicas and step.status.updated_replicas < step.status.replicas and look.service.spec.rollout.strategy == "Surge":
         reason += "; rollout.strategy InPlace needs no room beside the old replicas"
     status = step.status
@@ -154,11 +156,13 @@ def _wish(look: ServiceLook, status: NPUServiceStatus) -> tuple[NPUServiceStatus
     """How many replicas the load asks for, and whether one should run elsewhere."""
     spec, now = look.service.spec, look.now
     changed = seconds_of(status.scale_time)
-    loads = list(look.loads) if status.phase in ("Running", "Degraded") else []
+    loads = list(look.loads) if status.phase in ("Running", "Degraded", "Rolling") else []
     # Where there is none, nothing is measured that could ask for one.
     least = max(spec.replicas.min, min(1, spec.replicas.max))
     settled = next((seconds_of(one.last_transition_time) for one in status.conditions if one.type == "Complete" and one.status == "True"), None)
     ages = [now - moment if moment is not None else float("inf") for moment in (changed, settled)]
+    if status.phase == "Rolling":
+        ages[1] = 0.0  # it may grow; all else waits until the rollout or the move has ended
     plan = balance(spec, status.wish or least, loads, ages[0], seconds_settled=ages[1])
     if plan.move and not status.moving:
         status = status.model_copy(update={"moving": plan.move, "scale_time": time_of(now)})

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from semantide.operators.balancing import ReplicaLoad
 from semantide.operators.claimed_devices import claimed_devices
 from semantide.operators.cluster import Body, Listing
-from semantide.operators.inventory import DEVICE_NAMES, read_nodes, ready
+from semantide.operators.inventory import DEVICE_NAMES, label_of, read_nodes, ready
 from semantide.operators.node import Node
 from semantide.operators.pods import Pod
 from semantide.operators.resources import JOB_KIND, SERVICE_KIND, NPUJob, NPUService
@@ -45,7 +45,8 @@ class DeviceReports:
 @dataclass(frozen=True)
 class Snapshot:
     """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` are the uids of those that own a Service;
-    ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round."""
+    ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round; ``unread`` what is wrong with pods and nodes that
+    cannot be read."""
 
     now: float
     jobs: tuple[NPUJob, ...] = ()
@@ -56,6 +57,7 @@ class Snapshot:
     loads: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     fronts: frozenset[str] = frozenset()
     refusals: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, Exception] = field(default_factory=dict)
 
 
 class ObjectCache:
@@ -115,6 +117,7 @@ class ObjectCache:
         jobs = self._resources(JOB_KIND, NPUJob.parse, settings, invalid)
         services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
         pods = self.bodies("Pod")
+        unread: dict[str, Exception] = {}
         asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
         reports = devices or DeviceReports()
         nodes = read_nodes(
@@ -125,16 +128,18 @@ class ObjectCache:
             claimed=claimed_devices(reports.slices, reports.claims) if settings.dynamic_resources else None,
             silence=self.silence(),
             gone_seconds=settings.node_grace_seconds,
+            unread=unread,
         )
         return Snapshot(
             now=now,
             jobs=tuple(jobs),
             services=tuple(services),
-            pods=tuple(pod for body in pods if (pod := self._parsed(body, Pod.parse)).owner),
+            pods=tuple(pod for body in pods if (pod := self._pod(body, unread)) is not None and pod.owner),
             nodes=tuple(nodes),
             invalid=tuple(invalid),
             loads=loads or {},
             refusals=refusals or {},
+            unread=unread,
             fronts=frozenset(owner["uid"] for body in self.bodies("Service") for owner in body["metadata"].get("ownerReferences") or ()),
         )
 
@@ -146,6 +151,14 @@ class ObjectCache:
             except ValueError as error:
                 invalid.append(Invalid(body, str(error)))
         return result
+
+    def _pod(self, body: Body, unread: dict[str, Exception]) -> Pod | None:
+        """The pod; None for one that cannot be read, which may be anybody's and must not stop the rest."""
+        try:
+            return self._parsed(body, Pod.parse)
+        except Exception as error:
+            unread[label_of(body)] = error
+            return None
 
     def _parsed(self, body: Body, read: Callable[[Body], _Read]) -> _Read:
         uid, version = body["metadata"].get("uid", ""), body["metadata"].get("resourceVersion", "")

@@ -6,6 +6,7 @@ FakeNodes     binds pods as Kubernetes' scheduler would, gives addresses, runs a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import count
@@ -13,7 +14,7 @@ from typing import Any
 
 from semantide.operators.cluster import KINDS, Body, Listing
 from semantide.operators.pods import time_of
-from semantide.shared.errors import Conflict, NotFound
+from semantide.shared.errors import Conflict, NotFound, PermanentError
 
 _WITH_STATUS = {"Pod", "Node", "NPUJob", "NPUService"}
 _GRACE_SECONDS = 30
@@ -149,6 +150,10 @@ class FakeCluster:
         return self.objects[key]
 
     def _write(self, key: tuple[str, str, str], body: Body) -> Body:
+        try:
+            json.dumps([body.get("spec"), body.get("status")], allow_nan=False)
+        except ValueError as error:
+            raise PermanentError(f"{key[0]} {key[2]} is no JSON: {error}") from error
         body["metadata"]["resourceVersion"] = self._next()
         self.objects[key] = body
         self._tell("MODIFIED", body)

@@ -55,10 +55,26 @@ def test_a_long_queue_grows_a_service_at_most_twofold(current: int, queue: float
     assert current < wanted.replicas <= min(10, 2 * current) and "target 8" in wanted.reason
 
 
+def test_replicas_that_still_load_are_no_reason_for_more() -> None:
+    assert balance(spec(most=64), 2, alike(2, 20)).replicas == 4
+    assert balance(spec(most=64), 4, alike(2, 20)) == Balance(4), "two of them load still"
+    assert balance(spec(most=64), 4, alike(3, 20)).replicas == 6, "what three cannot do is not what four could"
+    assert balance(spec(most=64), 4, alike(4, 20)).replicas == 8
+
+
 def test_slow_answers_grow_a_service_only_while_requests_wait() -> None:
     assert balance(spec(p99=100), 2, alike(2, 4, 300)).replicas == 4
     assert balance(spec(p99=100), 2, alike(2, 0, 300)) == Balance(2)
     assert "300 ms" in balance(spec(p99=100), 2, alike(2, 4, 300)).reason
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_one_slow_replica_is_moved_and_grows_nothing(others: int) -> None:
+    replicas = [*alike(others, 4, 20), ReplicaLoad("slow", 4, 500)]
+    asked = spec(most=64, p99=50)
+    assert balance(asked, others + 1, replicas, seconds_since_change=60) == Balance(others + 1)
+    assert balance(asked, others + 1, replicas).move == "slow"
+    assert balance(asked, others + 1, [*alike(others, 4, 80), ReplicaLoad("slow", 4, 500)], seconds_since_change=60).replicas > others + 1
 
 
 def test_a_service_shrinks_by_one_after_a_calm_and_never_on_missing_word() -> None:
@@ -128,7 +144,11 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
 
 
 def test_replicas_that_do_not_answer_have_no_load() -> None:
-    pages = {"10.0.0.1": PAGE % {"queue": 2, "busy": 1, "fast": 1, "all": 1}, "10.0.0.2": "not a page {"}
+    pages = {
+        "10.0.0.1": PAGE % {"queue": 2, "busy": 1, "fast": 1, "all": 1},
+        "10.0.0.2": "not a page {",
+        "10.0.0.4": PAGE % {"queue": "+Inf", "busy": 1, "fast": 1, "all": 1},
+    }
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["X-API-Key"] == "k"
@@ -138,7 +158,7 @@ def test_replicas_that_do_not_answer_have_no_load() -> None:
 
     clock = iter(range(100))
     reader = LoadReader("k", lambda: float(next(clock)), httpx.Client(transport=httpx.MockTransport(answer)))
-    addresses: dict[str, Any] = {f"pod-{number}": f"http://10.0.0.{number}:9100" for number in (1, 2, 3)}
+    addresses: dict[str, Any] = {f"pod-{number}": f"http://10.0.0.{number}:9100" for number in (1, 2, 3, 4)}
     assert [load.pod for load in reader.read(addresses)] == ["pod-1"]
     assert reader.read(addresses)[0].busy == 0.0
     assert reader.read({}) == []

@@ -65,3 +65,4 @@ def test_what_cannot_be_read_says_nothing(data: dict[str, str] | None) -> None:
 def test_numbers_of_names() -> None:
     assert device_indices("Ascend910-0,Ascend910-11 npu-3") == (0, 11, 3) and device_indices("") == () and device_indices("none") == ()
     assert device_indices("0,1,2") == (0, 1, 2)
+    assert device_indices(f"²,٣,Ascend910-{'9' * 5000},5") == (5,), "numbers that no device can have"

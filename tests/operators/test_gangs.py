@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, pod_names
-from semantide.operators.pod_template import merged
+from semantide.operators.pod_template import merged, owner_label
 from semantide.operators.pods import Pod
 from semantide.operators.rank_table import rank_table
 from semantide.operators.resources import NPUJob, PodPlacement
@@ -38,6 +39,9 @@ def test_names_fit_host_names_and_differ(name: str, attempt: int, rank: int) -> 
     mine, other = job(name), job(name, uid="uid-2")
     assert len(gang_name(mine, attempt)) + len(f"-{rank}") <= 63 + len(str(rank)) and "--" not in gang_name(mine, attempt)[-12:]
     assert gang_name(mine, attempt) != gang_name(other, attempt) != gang_name(other, attempt + 1)
+    (said,) = owner_label(mine).values()
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", said) and (said == name or len(name) > 63)
+    assert owner_label(job(name + "a")) != owner_label(mine)
     assert len(set(pod_names(mine, attempt, 5))) == 5
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from semantide.operators.claimed_devices import claimed_devices
 from semantide.operators.inventory import read_nodes
 from semantide.operators.node import NPU, Taint
+from semantide.operators.request import shape_of
 
 ASCEND = "huawei.com/Ascend910"
 
@@ -40,6 +41,22 @@ def pod(name: str, npus: int, *, at: str = "n1", annotations: dict[str, str] | N
 
 def health(name: str, devices: dict[str, str], **more: Any) -> dict[str, Any]:
     return {"metadata": {"name": f"mindx-dl-deviceinfo-{name}"}, "data": {"DeviceInfoCfg": json.dumps({"DeviceInfo": {"DeviceList": devices}, **more})}}
+
+
+@given(asked=st.lists(st.integers(0, 3000), min_size=1, max_size=6), cores=st.integers(18, 96), memory=st.integers(1, 2**40))
+def test_what_just_fits_does_fit(asked: list[int], cores: int, memory: int) -> None:
+    pods = [
+        {**pod(f"p{number}", 0), "spec": {"nodeName": "n1", "containers": [{"resources": {"requests": {"cpu": f"{share}m", "memory": f"{share / 7}Mi"}}}]}}
+        for number, share in enumerate(asked)
+    ]
+    body = node()
+    body["status"]["allocatable"] |= {"cpu": str(cores), "memory": str(memory + 2**40)}
+    (found,) = read_nodes([body], pods)
+    rest = 1000 * cores - sum(asked)
+    assert found.free_millicores == rest and float(found.free_memory_bytes).is_integer()
+    for text in (f"{rest}m", f"{rest / 1000}", f"{rest * 1000}u"):
+        assert shape_of("cpu", "", 0, {"resources": {"requests": {"cpu": text}}}).millicores == found.free_millicores
+    assert shape_of("cpu", "", 0, {"resources": {"requests": {"cpu": f"{rest}.5m"}}}).millicores == rest + 1
 
 
 def test_what_pods_take_is_not_free() -> None:

@@ -207,3 +207,17 @@ def test_a_job_that_failed_gives_its_npus_back_although_its_status_remembers_the
     lab.submit("next", pods=2, npus=8)
     lab.settle()
     assert lab.phase("next") == "Running"
+
+
+def test_a_pause_ends_at_its_limit_however_often_a_gang_was_lost(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train", restartPolicy={"limit": 10**6})
+    lab.settle()
+    body = lab.cluster.get("NPUJob", "lab", "train")
+    lab.cluster.replace_status({**body, "status": {**body["status"], "recentRestarts": 5000}})
+    lab.end("train", status=1)
+    lab.operator.turn()
+    assert lab.phase("train") == "Restarting" and lab.status("train")["recentRestarts"] == 5001
+    lab.turn(2, lab.settings.backoff_limit_seconds)
+    lab.settle()
+    assert lab.phase("train") == "Running"

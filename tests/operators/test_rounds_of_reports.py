@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from semantide.operators.resources import CHECKPOINT_ANNOTATION, PROGRESS_ANNOTATION, STEP_SECONDS_ANNOTATION
+from semantide.operators.resources import CHECKPOINT_ANNOTATION, IMBALANCE_ANNOTATION, PROGRESS_ANNOTATION, SLOW_ANNOTATION, STEP_SECONDS_ANNOTATION
 
 Worlds = Callable[..., Any]
 
@@ -45,6 +45,25 @@ def test_nonsense_in_annotations_is_passed_over(world: Worlds, annotation: str) 
     lab.cluster.annotate("NPUJob", "lab", "train", {PROGRESS_ANNOTATION: annotation, STEP_SECONDS_ANNOTATION: annotation})
     lab.settle()
     assert lab.phase("train") == "Running"
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", "1" * 400, "1e308"])
+def test_numbers_that_no_json_has_reach_no_status(world: Worlds, number: str) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8)
+    lab.settle()
+    said = {
+        PROGRESS_ANNOTATION: f'{{"done": {number}, "total": 9}}',
+        STEP_SECONDS_ANNOTATION: f'{{"0": {number}, "1": 1e-308}}',
+    }
+    lab.cluster.annotate("NPUJob", "lab", "train", said | {IMBALANCE_ANNOTATION: number})
+    lab.cluster.annotate("Node", "", "a", {SLOW_ANNOTATION: number})
+    lab.settle()
+    assert not lab.operator.turn().stumbles
+    lab.cluster.annotate("NPUJob", "lab", "train", {CHECKPOINT_ANNOTATION: "step-1"})
+    lab.settle()
+    status = lab.status("train")
+    assert status["phase"] == "Running" and status["checkpoint"] == "step-1" and not status.get("slow")
 
 
 def test_events_tell_what_happened_and_are_told_once(world: Worlds) -> None:

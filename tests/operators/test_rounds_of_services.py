@@ -9,6 +9,7 @@ import pytest
 
 from semantide.operators.balancing import ReplicaLoad
 from semantide.operators.pods import time_of
+from semantide.shared.errors import PermanentError
 
 Worlds = Callable[..., Any]
 
@@ -272,3 +273,68 @@ def test_a_service_takes_no_more_than_its_next_replica_needs(world: Worlds) -> N
     lab.turn(12, 1.0)
     assert lab.status("shop", "NPUService")["readyReplicas"] == 2
     assert sorted(lab.phase(name) for name in ("one", "two", "three", "four")) == ["Pending", "Pending", "Running", "Running"]
+
+
+def _say(lab: Any, *depths: float) -> None:
+    names = sorted(body["metadata"]["name"] for body in lab.pods("shop", "service"))
+    lab.operator.measured({"lab/shop": tuple(ReplicaLoad(name, depth) for name, depth in zip(names, depths, strict=False))})
+
+
+def test_a_move_without_room_is_given_up_and_the_service_grows_when_it_must(world: Worlds) -> None:
+    lab = world(["a", "b"], npus=1)
+    lab.serve("shop", low=2, high=4, target={"queueDepth": 20})
+    lab.settle()
+    lab.now += 400
+    _say(lab, 25.0, 0.0)
+    lab.operator.turn()
+    status = lab.status("shop", "NPUService")
+    assert any("lags behind" in body["message"] for body in lab.cluster.of("Event")) and "moving" not in status
+    lab.turn(3, 10.0)
+    assert lab.phase("shop", "NPUService") == "Running" and ready(lab) == 2
+    for name in "cd":
+        lab.nodes.add(name)
+    _say(lab, 60.0, 60.0)
+    lab.turn(8, 10.0)
+    assert lab.status("shop", "NPUService")["readyReplicas"] == 4
+
+
+def test_a_rollout_that_takes_long_may_grow_and_does_nothing_else(world: Worlds) -> None:
+    lab = world(["a", "b", "c"])
+    lab.serve("shop", low=2, high=4, npus=4, target={"queueDepth": 4})
+    lab.settle()
+    lab.change("NPUService", "shop", model="models/next")
+    running, lab.nodes.run = lab.nodes.run, lambda: None
+    lab.turn(2, 1.0)
+    assert lab.phase("shop", "NPUService") == "Rolling"
+    lab.now += 400
+    _say(lab, 0.0, 0.0)
+    lab.turn(3, 400.0)
+    assert lab.status("shop", "NPUService")["wish"] == 2
+    _say(lab, 20.0, 20.0)
+    lab.operator.turn()
+    assert lab.status("shop", "NPUService")["wish"] == 4
+    lab.nodes.run = running
+    lab.settle()
+    assert lab.status("shop", "NPUService")["updatedReplicas"] == 4 == ready(lab)
+
+
+def test_places_of_replicas_that_a_quota_forbids_are_free_when_nobody_asks_for_them(world: Worlds) -> None:
+    lab = world(["a", "b"])
+
+    def quota(verb: str, kind: str, name: str) -> None:
+        if (verb, kind) == ("create", "Pod") and name.startswith("shop") and len(lab.pods("shop", "service")) >= 2:
+            raise PermanentError("exceeded quota: pods=2")
+
+    lab.cluster.fails = quota
+    lab.serve("shop", low=4, high=4, npus=4)
+    lab.turn(6, 1.0)
+    assert ready(lab) == 2 and len(lab.status("shop", "NPUService")["placement"]) == 4
+    lab.submit("train", pods=2, npus=4)
+    lab.turn(3, 1.0)
+    assert lab.phase("train") == "Pending", "their places are kept"
+    lab.change("NPUService", "shop", replicas={"min": 3, "max": 3})
+    lab.turn(3, 1.0)
+    assert len(lab.status("shop", "NPUService")["placement"]) == 3
+    lab.change("NPUService", "shop", replicas={"min": 2, "max": 2})
+    lab.turn(6, 1.0)
+    assert lab.phase("train") == "Running" and lab.phase("shop", "NPUService") == "Running" and ready(lab) == 2

@@ -111,3 +111,51 @@ def test_a_status_that_cannot_be_read_is_not_forgotten(world: Worlds) -> None:
     lab.cluster.replace_status({**lab.cluster.get("NPUJob", "lab", "train"), "status": {**status, "recentRestarts": 0}})
     lab.settle()
     assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [{"semantide.io/npus": "²"}, {"semantide.io/npus": "9" * 5000}, {"huawei.com/AscendReal": f"Ascend910-{'1' * 5000}"}],
+)
+def test_what_somebody_writes_onto_a_pod_stops_nobody(world: Worlds, annotations: dict[str, str]) -> None:
+    lab = world(["a"])
+    owner = {"apiVersion": "v1", "kind": "X", "name": "x", "uid": "x", "controller": True}
+    metadata = {"name": "odd", "namespace": "elsewhere", "annotations": annotations, "ownerReferences": [owner], "labels": {}}
+    lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "a", "containers": []}})
+    lab.submit("train", npus=8)
+    lab.settle()
+    assert lab.phase("train") == "Running" and not lab.operator.turn().stumbles
+
+
+def test_pods_and_nodes_that_cannot_be_read_are_told_of_and_stop_nobody(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", npus=4)
+    lab.settle()
+    (node,) = {body["spec"]["nodeName"] for body in lab.pods("train")}
+    owner = {"apiVersion": "v1", "kind": "X", "name": "x", "uid": "x", "controller": True}
+    metadata = {"name": "odd", "namespace": "elsewhere", "creationTimestamp": "yesterday", "ownerReferences": [owner], "labels": {}}
+    lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "a", "containers": []}})
+    lab.cluster.objects["Pod", "elsewhere", "odd"]["metadata"]["creationTimestamp"] = "yesterday"
+    lab.cluster.set_status("Pod", "elsewhere", "odd", phase="Running")
+    lab.cluster.set_status("Node", "", node, capacity={"cpu": "many"}, allocatable={"cpu": "many"})
+    lab.submit("next", npus=8)
+    lab.settle()
+    assert lab.phase("train") == lab.phase("next") == "Running" and lab.status("train")["attempt"] == 1
+    assert {body["spec"]["nodeName"] for body in lab.pods("next")} == {"a", "b"} - {node}
+    assert set(lab.operator.turn().stumbles) == {"Pod elsewhere/odd", f"Node {node}"}
+
+
+def test_pods_of_another_namespace_that_name_an_owner_here_are_nobodys(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("train", restartPolicy={"limit": 0})
+    lab.serve("shop")
+    lab.settle()
+    kept = {body["metadata"]["uid"] for body in (*lab.pods("train"), *lab.pods("shop", "service"))}
+    for body in list(lab.cluster.of("Pod")):
+        spec = {key: value for key, value in body["spec"].items() if key != "nodeName"}
+        metadata = {key: body["metadata"][key] for key in ("name", "labels", "ownerReferences")}
+        lab.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {**metadata, "namespace": "elsewhere"}, "spec": spec})
+        lab.cluster.set_status("Pod", "elsewhere", metadata["name"], phase="Failed")
+    lab.turn(8, 5.0)
+    assert lab.phase("train") == lab.phase("shop", "NPUService") == "Running"
+    assert {body["metadata"]["uid"] for body in lab.cluster.of("Pod") if body["metadata"]["namespace"] == "lab"} == kept
