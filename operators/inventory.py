@@ -24,6 +24,7 @@ SUPER_POD_LABELS = ("huawei.com/topotree.superpodid", "nvidia.com/gpu.clique", "
 RACK_LABELS = ("huawei.com/topotree.rackid", "topology.kubernetes.io/rack")
 REAL_ANNOTATION = "huawei.com/AscendReal"  # the devices that the plugin really gave
 DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() if profile.resource_name)
+MOST_DEVICES = 128  # of one kind in a node; what there is more of (shares of memory, handles of /dev/kvm) is not one by one somebody's
 GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods
 _NO_DEVICES = ClaimedDevices("", ())
 _SLOWED = 1.15  # step time assumed of a node with an NPU in sub-health
@@ -131,19 +132,20 @@ def read_nodes(
     config_maps: Iterable[Body] = (),
     *,
     resource_names: Collection[str] = DEVICE_NAMES,
+    own_names: Collection[str] = DEVICE_NAMES,
     claimed: Mapping[str, ClaimedDevices] | None = None,
     silence: Mapping[str, float] | None = None,
     gone_seconds: float = GONE_SECONDS,
 ) -> list[Node]:
     """The nodes, as the API server's objects describe them.
 
-    ``resource_names`` are the names that devices are counted by here. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
+    ``resource_names`` are the names that devices are counted by here; a node that has devices of ``own_names`` is counted by these, whatever else it has. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
     ``silence`` is how long nodes have been seen not ready, seconds.
     """
-    uses: dict[str, list[Use]] = {}
+    there: dict[str, list[Body]] = {}
     for pod in pods:
         if holds_room(pod):
-            uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
+            there.setdefault(node_of(pod), []).append(pod)
     health = {
         name.removeprefix(CONFIG_MAP_PREFIX): device_health(body)
         for body in config_maps
@@ -152,9 +154,10 @@ def read_nodes(
     return [
         _node(
             body,
-            uses.get(name := _metadata(body)["name"], []),
+            there.get(name := _metadata(body)["name"], []),
             health.get(name, DeviceHealth()),
             resource_names,
+            own_names,
             None if claimed is None else claimed.get(name, _NO_DEVICES),
             _readiness(body, (silence or {}).get(name, 0.0), gone_seconds),
         )
@@ -162,11 +165,18 @@ def read_nodes(
     ]
 
 
+def _counted_name(total: Body, names: Collection[str], own: Collection[str]) -> str:
+    """The name that a node's devices are counted by; empty where it has none."""
+    offered = [name for name in names if 0 < quantity(total.get(name, 0)) <= MOST_DEVICES]
+    return max(offered, key=lambda name: (name in own, quantity(total[name]), name), default="")
+
+
 def _node(
     body: Body,
-    uses: list[Use],
+    pods: list[Body],
     health: DeviceHealth,
     resource_names: Collection[str],
+    own_names: Collection[str],
     devices: ClaimedDevices | None,
     readiness: tuple[str, bool],
 ) -> Node:
@@ -174,9 +184,9 @@ def _node(
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     # Allocatable leaves out what is sick, capacity does not: indices run over the latter.
     total, usable = status.get("capacity") or {}, status.get("allocatable") or status.get("capacity") or {}
-    name = ""
-    if devices is None:
-        name = max((name for name in resource_names if quantity(total.get(name, 0)) > 0), key=lambda name: quantity(total[name]), default="")
+    name = _counted_name(total, resource_names, own_names) if devices is None else ""
+    # What a pod has of anything else is no device of this node.
+    uses = [use_of(pod, resource_names if devices is not None else [name] if name else ()) for pod in pods]
     capacity = int(quantity(total.get(name, 0))) if name else 0
     sick = set(health.sick)
     if devices is not None and devices.indices:

@@ -111,3 +111,27 @@ def test_a_status_that_cannot_be_read_is_not_forgotten(world: Worlds) -> None:
     lab.cluster.replace_status({**lab.cluster.get("NPUJob", "lab", "train"), "status": {**status, "recentRestarts": 0}})
     lab.settle()
     assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1
+
+
+@pytest.mark.parametrize("name", ["devices.kubevirt.io/kvm", "nvidia.com/gpumem"])
+def test_a_job_that_names_another_resource_hides_nobodys_npus(world: Worlds, name: str) -> None:
+    lab = world(["a"])
+    body = lab.cluster.get("Node", "", "a")
+    lab.cluster.set_status("Node", "", "a", capacity={**body["status"]["capacity"], name: "1000"})
+    lab.submit("odd", resourceName=name)
+    lab.submit("right", npus=8)
+    lab.settle()
+    assert lab.phase("right") == "Running" and name in lab.status("odd")["message"]
+
+
+def test_a_job_that_has_ended_says_nothing_of_nodes(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("odd", npus=0, resourceName="example.com/part")
+    lab.settle()
+    lab.end("odd")
+    lab.settle()
+    assert lab.phase("odd") == "Succeeded"
+    body = lab.cluster.get("Node", "", "a")
+    lab.cluster.set_status("Node", "", "a", capacity={**{key: value for key, value in body["status"]["capacity"].items() if "huawei" not in key}, "example.com/part": "4"})
+    lab.turn()
+    assert [node.resource_name for node in lab.operator.last.nodes] == [""]
