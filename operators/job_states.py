@@ -210,7 +210,7 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         if not up or ranks:
             return _await(look, status, missing, (*actions, *ranks))
         status = status.model_copy(
-            update={"start_time": status.start_time or time_of(now), "placement": tuple(_seen(place, gang) for place in status.placement)}
+            update={"start_time": status.start_time or time_of(now), "failed_placings": 0, "placement": tuple(_seen(place, gang) for place in status.placement)}
         )
         message = _running(status)
         status = _concluded(look, status, "Running", "Running", message)
@@ -227,7 +227,7 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     own = job.spec.scheduler == "own"
     if look.refusal:
         # A quota, a policy of admission, a missing right: what was made so far must not hold its room.
-        return _lost(look, status, f"its pods, or what they need, cannot be made: {look.refusal}", counts=False)
+        return _lost(look, _fallen(status), f"its pods, or what they need, cannot be made: {look.refusal}", counts=False)
     refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
     if own:
         late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
@@ -236,16 +236,21 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
             until = time_of(now + settings.avoid_seconds)
             avoided = tuple(NodeUntil(node=places[pod.name], until=until, reason=pod.waits_for[:200]) for pod in late if pod.name in places)
             status = status.model_copy(update={"avoid": (*status.avoid, *avoided)})
-            return _lost(look, status, f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
+            return _lost(look, _fallen(status), f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
     placing = _placing_since(look, status, refusing)
     waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
     if now - placing > settings.placing_seconds:
         cause = f": {waits.name} waits for {waits.waits_for}" if waits else ""
-        return _lost(look, status, f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=not refusing)
+        return _lost(look, _fallen(status), f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=not refusing)
     manifests = gang_manifests(job, status.placement, status.attempt, settings, now) if missing else []
     creates = tuple(Create(manifest) for manifest in manifests if manifest["kind"] != "Pod" or manifest["metadata"]["name"] in missing)
     message = f"{waits.name} waits for {waits.waits_for}" if waits else f"{len(look.gang)} of {_pods(len(status.placement))} made, waiting for all to run"
     return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates))
+
+
+def _fallen(status: NPUJobStatus) -> NPUJobStatus:
+    """One more placing in a row that did not hold."""
+    return status.model_copy(update={"failed_placings": status.failed_placings + 1})
 
 
 def _placing_since(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) -> float:
@@ -273,7 +278,7 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
             "RestartLimit",
             f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
         )
-    pause = min(policy.backoff_seconds * 2 ** max(recent - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
+    pause = min(policy.backoff_seconds * 2 ** max(recent - 1, status.failed_placings - 1, 0), max(settings.backoff_limit_seconds, policy.backoff_seconds))
     if look.refusal:
         pause = max(pause, settings.unschedulable_seconds)
     status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})

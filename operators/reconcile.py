@@ -263,7 +263,9 @@ def _waiting(look: Look, step: Step, around: Neighbourhood) -> Waiting:
     avoid = frozenset(entry.node for entry in status.avoid)
     request = Request(job.key, names, _shape(job, look.settings, around), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
-    return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0)
+    # What was missing may be there by now, so it may try again after a long wait.
+    holds = not status.failed_placings or look.now - since >= look.settings.drain_seconds
+    return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0, holds=holds)
 
 
 def _running(look: Look, step: Step, around: Neighbourhood) -> Running | None:
