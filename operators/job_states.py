@@ -200,7 +200,9 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
             )
     faults = [fault for place in status.placement if (fault := fault_of(status, place, gang, look.nodes))]
     if faults:
-        return _lost(look, status, cause_of(faults), counts=any(fault.counts for fault in faults))
+        cause = cause_of(faults)
+        status = _avoiding(look, status, {cause.node: cause.message} if cause.node else {})
+        return _lost(look, status, cause.message, counts=any(fault.counts for fault in faults))
     missing = {place.pod for place in status.placement} - set(gang) - {status.placement[rank].pod for rank in status.finished_ranks}
     up = not missing and all(pod.phase in ("Running", "Succeeded") for pod in gang.values())
     ranks = _tell_ranks(look, status)
@@ -233,9 +235,7 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
         late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
         if late:
             places = {place.pod: place.node for place in status.placement}
-            until = time_of(now + settings.avoid_seconds)
-            avoided = tuple(NodeUntil(node=places[pod.name], until=until, reason=pod.waits_for[:200]) for pod in late if pod.name in places)
-            status = status.model_copy(update={"avoid": (*status.avoid, *avoided)})
+            status = _avoiding(look, status, {places[pod.name]: pod.waits_for for pod in late if pod.name in places})
             return _lost(look, _fallen(status), f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
     placing = _placing_since(look, status, refusing)
     waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
@@ -246,6 +246,13 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     creates = tuple(Create(manifest) for manifest in manifests if manifest["kind"] != "Pod" or manifest["metadata"]["name"] in missing)
     message = f"{waits.name} waits for {waits.waits_for}" if waits else f"{len(look.gang)} of {_pods(len(status.placement))} made, waiting for all to run"
     return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates))
+
+
+def _avoiding(look: Look, status: NPUJobStatus, reasons: Mapping[str, str]) -> NPUJobStatus:
+    """Use these nodes last for a while, and say why."""
+    until = time_of(look.now + look.settings.avoid_seconds)
+    new = (NodeUntil(node=node, until=until, reason=reason[:200]) for node, reason in reasons.items())
+    return status.model_copy(update={"avoid": (*(entry for entry in status.avoid if entry.node not in reasons), *new)})
 
 
 def _fallen(status: NPUJobStatus) -> NPUJobStatus:

@@ -207,3 +207,20 @@ def test_a_job_that_failed_gives_its_npus_back_although_its_status_remembers_the
     lab.submit("next", pods=2, npus=8)
     lab.settle()
     assert lab.phase("next") == "Running"
+
+
+def test_a_node_on_which_pods_fail_does_not_get_the_next_gang_as_well(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", npus=8, restartPolicy={"limit": 3, "backoffSeconds": 1})
+    lab.settle()
+    (first,) = lab.status("train")["placement"]
+    lab.end("train", status=1)
+    lab.settle(seconds=2)
+    (second,) = lab.status("train")["placement"]
+    assert lab.phase("train") == "Running" and second["node"] != first["node"]
+    lab.end("train", status=AGAIN)
+    lab.settle(seconds=2)
+    assert lab.status("train")["placement"][0]["node"] == second["node"], "who asks to be started again has nothing against the node"
+    lab.nodes.ready(second["node"], False)
+    lab.turn(8, seconds=10)
+    assert lab.phase("train") == "Running" and lab.status("train")["placement"][0]["node"] == first["node"], "where there is no other it goes there all the same"
