@@ -127,8 +127,8 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
             "restart_time": None,
             "reason_time": None,
             "placed_time": time_of(look.now),
-            "slow": (),
-            "slow_time": None,
+            # Those it keeps off now: what was learnt of them is still so.
+            "slow": tuple(slow for slow in status.slow if slow.node not in {pod.node for pod in placement}),
             "imbalance": None,
         }
     )
@@ -362,8 +362,9 @@ def _tell_ranks(look: Look, status: NPUJobStatus) -> tuple[Action, ...]:
 def _running(status: NPUJobStatus) -> str:
     nodes = len({place.node for place in status.placement})
     message = f"{_pods(len(status.placement))} on {nodes} node{'' if nodes == 1 else 's'}"
-    if status.slow:
-        worst = max(status.slow, key=lambda slow: slow.ratio)
+    here = {place.node for place in status.placement}
+    if slow := [slow for slow in status.slow if slow.node in here]:
+        worst = max(slow, key=lambda slow: slow.ratio)
         message += f"; {worst.node} takes {worst.ratio:.2f} times as long as the others"
     return message
 
