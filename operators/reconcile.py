@@ -28,6 +28,10 @@ from semantide.operators.slow_nodes import slow_nodes
 from semantide.operators.snapshot import Invalid, Snapshot
 from semantide.operators.waiting_line import Decision, Policy, Running, Waiting, decide
 
+# As Kubernetes' own controller judges a zone (--unhealthy-zone-threshold): of more than two nodes this share.
+_FEW_NODES = 2
+_TROUBLE_SHARE = 0.55
+
 
 @dataclass(frozen=True)
 class Round:
@@ -51,8 +55,8 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     """What to do about everything."""
     slow = slow_nodes(snapshot.jobs, snapshot.now)
     nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
-    if nodes and all(node.gone for node in nodes.values()):
-        # Where nobody answers the cluster itself is in trouble: restarting what may well run on would only lose its work.
+    if _in_trouble(snapshot):
+        # Restarting what may well run on would only lose its work.
         nodes = {name: replace(node, gone=False) for name, node in nodes.items()}
     owned: dict[str, list[Pod]] = defaultdict(list)
     for pod in snapshot.pods:
@@ -92,6 +96,15 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
         metadata = invalid.body["metadata"]
         actions[f"{invalid.body['kind']} {metadata.get('namespace', 'default')}/{metadata['name']}"] = _unreadable(invalid, snapshot.now)
     return Round({key: done for key, done in actions.items() if done}, decision, stumbles)
+
+
+def _in_trouble(snapshot: Snapshot) -> bool:
+    """Whether so many of the nodes that do our work are silent at once that it is the cluster, and not them. Those of its control plane may answer all the same."""
+    ours = {resource.metadata.uid for resource in (*snapshot.jobs, *snapshot.services)}
+    carrying = {pod.node for pod in snapshot.pods if pod.owner in ours}
+    with_npus = any(node.capacity for node in snapshot.nodes)
+    gone = [node.gone for node in snapshot.nodes if node.capacity or node.name in carrying or not with_npus]
+    return all(gone) if sum(gone) <= _FEW_NODES else sum(gone) >= _TROUBLE_SHARE * len(gone)
 
 
 def _step(look: Look, stumbles: dict[str, Exception]) -> Step:
