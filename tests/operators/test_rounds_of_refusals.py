@@ -12,7 +12,7 @@ from semantide.operators.job_pods import gang_name
 from semantide.operators.pods import time_of
 from semantide.operators.rank_table import TOLD_ANNOTATION, table_name
 from semantide.operators.resources import MANAGED_BY, MANAGED_BY_LABEL, NPUJob
-from semantide.shared.errors import PermanentError
+from semantide.shared.errors import NotFound, PermanentError
 
 Worlds = Callable[..., Any]
 
@@ -188,3 +188,36 @@ def test_a_job_whose_pods_never_run_pauses_ever_longer_and_makes_nobody_leave_ag
     lab.nodes._bind = bind
     lab.turn(80, 5.0)
     assert lab.phase("high") == "Running" and not lab.status("high").get("failedPlacings")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "spec", "settings"),
+    [
+        ("PodGroup", "PodGroup of scheduling.volcano.sh/v1beta1", {"scheduler": "volcano"}, {}),
+        ("ResourceClaimTemplate", "ResourceClaimTemplate of resource.k8s.io/v1", {"scheduler": "native"}, {"dynamic_resources": True}),
+    ],
+)
+def test_what_the_cluster_does_not_serve_is_named(world: Worlds, kind: str, said: str, spec: dict[str, Any], settings: dict[str, Any]) -> None:
+    lab = world(["a"], **settings)
+
+    def unheard_of(verb: str, of: str, name: str) -> None:
+        if verb == "create" and of == kind:
+            raise NotFound("404 page not found")
+
+    lab.cluster.fails = unheard_of
+    lab.submit("train", npus=8, **spec)
+    lab.turn(4, 1.0)
+    assert f"this cluster does not serve {said}" in lab.status("train")["message"] and not lab.pods("train")
+
+
+def test_a_namespace_that_has_gone_is_no_refusal(world: Worlds) -> None:
+    lab = world(["a"])
+
+    def gone(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod":
+            raise NotFound('namespaces "lab" not found')
+
+    lab.cluster.fails = gone
+    lab.submit("train", npus=8)
+    lab.turn(4, 1.0)
+    assert lab.phase("train") == "Placing" and "not serve" not in lab.status("train")["message"]
