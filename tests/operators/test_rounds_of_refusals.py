@@ -221,3 +221,19 @@ def test_a_namespace_that_has_gone_is_no_refusal(world: Worlds) -> None:
     lab.submit("train", npus=8)
     lab.turn(4, 1.0)
     assert lab.phase("train") == "Placing" and "not serve" not in lab.status("train")["message"]
+
+
+def test_who_leads_anew_knows_of_no_refusal(world: Worlds) -> None:
+    lab = world(["a"])
+
+    def full(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod":
+            raise PermanentError("exceeded quota: pods")
+
+    lab.cluster.fails = full
+    lab.submit("train", npus=8)
+    lab.turn(1, 1.0)
+    lab.cluster.fails = lambda *_: None
+    lab.operator.forget()
+    lab.settle()
+    assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1
