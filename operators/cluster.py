@@ -20,7 +20,7 @@ from kubernetes import client, config
 
 from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event, PatchStatus, Remove
 from semantide.operators.resources import API_VERSION
-from semantide.shared.errors import Conflict, NotFound, PermanentError, TransientError
+from semantide.shared.errors import Conflict, NotFound, PermanentError, SemantideError, TransientError
 
 Body = dict[str, Any]
 
@@ -211,6 +211,8 @@ def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object
                     made = api.create(manifest)
                 except Conflict:
                     made = _found(manifest, api)
+                except NotFound as error:
+                    raise _absent(manifest, error) from error
                 if manifest["kind"] in _SEEN:
                     seen(made)
             case DeletePod(namespace, name, uid, grace_seconds):
@@ -234,6 +236,17 @@ def carry_out(actions: Iterable[Action], api: Api, seen: Callable[[Body], object
                     api.create(event_body(action, now()))
                 except (Conflict, PermanentError):
                     continue  # told before; and what cannot be told must not stop the work
+
+
+def _absent(manifest: Mapping[str, Any], error: NotFound) -> SemantideError:
+    """What a creation that found nothing means: the server knows nothing of the kind, or the namespace has just gone."""
+    metadata = manifest["metadata"]
+    if "namespaces " in str(error):
+        return error
+    return PermanentError(
+        f"{manifest['kind']} {metadata.get('namespace', '')}/{metadata['name']} cannot be made: this cluster does not serve {manifest['kind']} of "
+        f"{manifest['apiVersion']} ({error}); install what serves it, or choose another scheduler or way to ask for devices"
+    )
 
 
 def _found(manifest: Mapping[str, Any], api: Api) -> Body:

@@ -13,11 +13,13 @@ from semantide.operators.resources import NPUJobStatus, PodPlacement
 
 @dataclass(frozen=True)
 class Fault:
-    """What happened to one pod. ``first`` orders faults by what is most likely a cause and not a consequence, then by time."""
+    """What happened to one pod. ``first`` orders faults by what is most likely a cause and not a consequence, then by time. ``node`` is the
+    one to keep off for a while, where it may be the node's fault."""
 
     first: tuple[int, float]
     message: str
     counts: bool = True
+    node: str = ""
 
 
 def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod], nodes: Mapping[str, Node]) -> Fault | None:
@@ -34,7 +36,7 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
         known = status.phase == "Running" or any(TOLD_ANNOTATION in other.annotations for other in gang.values())
         return Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if known else None
     if node is not None and pod.key in node.lost_holders:
-        return Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed")
+        return Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed", node=place.node)
     if pod.deleting:
         return Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False)
     if pod.phase == "Failed":
@@ -42,10 +44,10 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
             return Fault((5, pod.ended or 0.0), f"rank {rank} asks to be started again", counts=False)
         how = f"exit status {pod.exit_status}" if pod.exit_status is not None else "it did not end by itself"
         how = f"{how} (out of memory)" if pod.cause == "OOMKilled" else f"{how}: {pod.cause}" if pod.cause and pod.cause != "Error" else how
-        return Fault((2, pod.ended or 0.0), f"rank {rank} on node {place.node or '?'} failed, {how}")
+        return Fault((2, pod.ended or 0.0), f"rank {rank} on node {place.node or '?'} failed, {how}", node=place.node)
     return None
 
 
-def cause_of(faults: Sequence[Fault]) -> str:
+def cause_of(faults: Sequence[Fault]) -> Fault:
     """The mishap that most likely came first."""
-    return min(faults, key=lambda fault: fault.first).message
+    return min(faults, key=lambda fault: fault.first)

@@ -25,6 +25,7 @@ SUPER_POD_LABELS = ("huawei.com/topotree.superpodid", "nvidia.com/gpu.clique", "
 RACK_LABELS = ("huawei.com/topotree.rackid", "topology.kubernetes.io/rack")
 REAL_ANNOTATION = "huawei.com/AscendReal"  # the devices that the plugin really gave
 DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() if profile.resource_name)
+MOST_DEVICES = 128  # of one kind in a node; what there is more of (shares of memory, handles of /dev/kvm) is not one by one somebody's
 GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods
 _NO_DEVICES = ClaimedDevices("", ())
 _SLOWED = 1.15  # step time assumed of a node with an NPU in sub-health
@@ -138,6 +139,7 @@ def read_nodes(
     config_maps: Iterable[Body] = (),
     *,
     resource_names: Collection[str] = DEVICE_NAMES,
+    own_names: Collection[str] = DEVICE_NAMES,
     claimed: Mapping[str, ClaimedDevices] | None = None,
     silence: Mapping[str, float] | None = None,
     gone_seconds: float = GONE_SECONDS,
@@ -145,16 +147,17 @@ def read_nodes(
 ) -> list[Node]:
     """The nodes, as the API server's objects describe them.
 
-    ``resource_names`` are the names that devices are counted by here. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
+    ``resource_names`` are the names that devices are counted by here; a node that has devices of ``own_names`` is counted by these, whatever else it has. ``claimed``: under dynamic resource allocation a node has the devices in it and no others.
     ``silence`` is how long nodes have been seen not ready, seconds. One object that cannot be read must not stop the rest: what is wrong with it goes into
     ``unread``, a pod counts as none, and no new pod comes to a node.
     """
     faults = {} if unread is None else unread
-    uses: dict[str, list[Use]] = {}
+    there: dict[str, list[Body]] = {}
     for pod in pods:
         try:
             if holds_room(pod):
-                uses.setdefault(node_of(pod), []).append(use_of(pod, resource_names))
+                use_of(pod, resource_names)  # what is wrong with it shows here and not among its node's
+                there.setdefault(node_of(pod), []).append(pod)
         except Exception as error:
             faults[label_of(pod)] = error
     health: dict[str, DeviceHealth] = {}
@@ -167,18 +170,25 @@ def read_nodes(
         devices = None if claimed is None else claimed.get(name, _NO_DEVICES)
         readiness = _readiness(body, (silence or {}).get(name, 0.0), gone_seconds)
         try:
-            result.append(_node(body, uses.get(name, []), health.get(name, DeviceHealth()), resource_names, devices, readiness))
+            result.append(_node(body, there.get(name, []), health.get(name, DeviceHealth()), resource_names, own_names, devices, readiness))
         except Exception as error:
             faults[label_of(body)] = error
             result.append(Node(name, unusable="not to be read", gone=readiness[1]))
     return result
 
 
+def _counted_name(total: Body, names: Collection[str], own: Collection[str]) -> str:
+    """The name that a node's devices are counted by; empty where it has none."""
+    offered = [name for name in names if 0 < quantity(total.get(name, 0)) <= MOST_DEVICES]
+    return max(offered, key=lambda name: (name in own, quantity(total[name]), name), default="")
+
+
 def _node(
     body: Body,
-    uses: list[Use],
+    pods: list[Body],
     health: DeviceHealth,
     resource_names: Collection[str],
+    own_names: Collection[str],
     devices: ClaimedDevices | None,
     readiness: tuple[str, bool],
 ) -> Node:
@@ -186,9 +196,9 @@ def _node(
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     # Allocatable leaves out what is sick, capacity does not: indices run over the latter.
     total, usable = status.get("capacity") or {}, status.get("allocatable") or status.get("capacity") or {}
-    name = ""
-    if devices is None:
-        name = max((name for name in resource_names if quantity(total.get(name, 0)) > 0), key=lambda name: quantity(total[name]), default="")
+    name = _counted_name(total, resource_names, own_names) if devices is None else ""
+    # What a pod has of anything else is no device of this node.
+    uses = [use_of(pod, resource_names if devices is not None else [name] if name else ()) for pod in pods]
     capacity = int(quantity(total.get(name, 0))) if name else 0
     sick = set(health.sick)
     if devices is not None and devices.indices:

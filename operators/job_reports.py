@@ -18,6 +18,7 @@ from semantide.operators.resources import (
     Progress,
     SlowNode,
 )
+from semantide.operators.slow_nodes import faded
 
 
 def heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
@@ -37,9 +38,11 @@ def heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
 
 
 def slowness(job: NPUJob, status: NPUJobStatus, slow_ratio: float, now: float) -> NPUJobStatus:
-    """Which nodes of the gang are slower than the others."""
+    """Which nodes of the gang are slower than the others; what earlier gangs said of nodes that it is not on stays, and fades."""
     try:
         said = loads(job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
+        if said.pop("attempt", status.attempt) != status.attempt:
+            return status  # an earlier gang's, which had other places
         seconds = {int(pod): float(value) for pod, value in said.items() if 1e-9 < float(value) < 1e9}
     except (JSONDecodeError, ValueError, AttributeError, TypeError, OverflowError):
         return status
@@ -51,4 +54,9 @@ def slowness(job: NPUJob, status: NPUJobStatus, slow_ratio: float, now: float) -
         return status
     usual = median_low(by_node.values())
     slow = tuple(SlowNode(node=node, ratio=round(value / usual, 2)) for node, value in sorted(by_node.items()) if value / usual >= slow_ratio)
-    return status if slow == status.slow else status.model_copy(update={"slow": slow, "slow_time": time_of(now) if slow else None})
+    here = {pod.node for pod in status.placement}
+    if slow == tuple(entry for entry in status.slow if entry.node in here):
+        return status
+    believed = {entry.node: faded(entry.ratio, status.slow_time, now) for entry in status.slow if entry.node not in here}
+    slow = (*(SlowNode(node=node, ratio=round(ratio, 2)) for node, ratio in believed.items() if ratio >= slow_ratio), *slow)
+    return status.model_copy(update={"slow": slow, "slow_time": time_of(now) if slow else None})

@@ -127,8 +127,8 @@ def placed(look: Look, step: Step, placement: Sequence[PodPlacement]) -> Step:
             "restart_time": None,
             "reason_time": None,
             "placed_time": time_of(look.now),
-            "slow": (),
-            "slow_time": None,
+            # Those it keeps off now: what was learnt of them is still so.
+            "slow": tuple(slow for slow in status.slow if slow.node not in {pod.node for pod in placement}),
             "imbalance": None,
         }
     )
@@ -200,7 +200,9 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
             )
     faults = [fault for place in status.placement if (fault := fault_of(status, place, gang, look.nodes))]
     if faults:
-        return _lost(look, status, cause_of(faults), counts=any(fault.counts for fault in faults))
+        cause = cause_of(faults)
+        status = _avoiding(look, status, {cause.node: cause.message} if cause.node else {})
+        return _lost(look, status, cause.message, counts=any(fault.counts for fault in faults))
     missing = {place.pod for place in status.placement} - set(gang) - {status.placement[rank].pod for rank in status.finished_ranks}
     up = not missing and all(pod.phase in ("Running", "Succeeded") for pod in gang.values())
     ranks = _tell_ranks(look, status)
@@ -210,7 +212,7 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
         if not up or ranks:
             return _await(look, status, missing, (*actions, *ranks))
         status = status.model_copy(
-            update={"start_time": status.start_time or time_of(now), "placement": tuple(_seen(place, gang) for place in status.placement)}
+            update={"start_time": status.start_time or time_of(now), "failed_placings": 0, "placement": tuple(_seen(place, gang) for place in status.placement)}
         )
         message = _running(status)
         status = _concluded(look, status, "Running", "Running", message)
@@ -227,25 +229,37 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
     own = job.spec.scheduler == "own"
     if look.refusal:
         # A quota, a policy of admission, a missing right: what was made so far must not hold its room.
-        return _lost(look, status, f"its pods, or what they need, cannot be made: {look.refusal}", counts=False)
+        return _lost(look, _fallen(status), f"its pods, or what they need, cannot be made: {look.refusal}", counts=False)
     refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
     if own:
         late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
         if late:
             places = {place.pod: place.node for place in status.placement}
-            until = time_of(now + settings.avoid_seconds)
-            avoided = tuple(NodeUntil(node=places[pod.name], until=until, reason=pod.waits_for[:200]) for pod in late if pod.name in places)
-            status = status.model_copy(update={"avoid": (*status.avoid, *avoided)})
-            return _lost(look, status, f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
+            status = _avoiding(look, status, {places[pod.name]: pod.waits_for for pod in late if pod.name in places})
+            return _lost(
+                look, _fallen(status), f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False
+            )
     placing = _placing_since(look, status, refusing)
     waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
     if now - placing > settings.placing_seconds:
         cause = f": {waits.name} waits for {waits.waits_for}" if waits else ""
-        return _lost(look, status, f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=not refusing)
+        return _lost(look, _fallen(status), f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=not refusing)
     manifests = gang_manifests(job, status.placement, status.attempt, settings, now) if missing else []
     creates = tuple(Create(manifest) for manifest in manifests if manifest["kind"] != "Pod" or manifest["metadata"]["name"] in missing)
     message = f"{waits.name} waits for {waits.waits_for}" if waits else f"{len(look.gang)} of {_pods(len(status.placement))} made, waiting for all to run"
     return Step(_concluded(look, status, "Placing", "Placed", message), (*actions, *creates))
+
+
+def _avoiding(look: Look, status: NPUJobStatus, reasons: Mapping[str, str]) -> NPUJobStatus:
+    """Use these nodes last for a while, and say why."""
+    until = time_of(look.now + look.settings.avoid_seconds)
+    new = (NodeUntil(node=node, until=until, reason=reason[:200]) for node, reason in reasons.items())
+    return status.model_copy(update={"avoid": (*(entry for entry in status.avoid if entry.node not in reasons), *new)})
+
+
+def _fallen(status: NPUJobStatus) -> NPUJobStatus:
+    """One more placing in a row that did not hold."""
+    return status.model_copy(update={"failed_placings": status.failed_placings + 1})
 
 
 def _placing_since(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) -> float:
@@ -273,7 +287,8 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
             "RestartLimit",
             f"{cause}; it was started again {recent - 1} times, restartPolicy.limit is {policy.limit}; its last checkpoint stays",
         )
-    pause = min(policy.backoff_seconds * 2.0 ** min(max(recent - 1, 0), 30), max(settings.backoff_limit_seconds, policy.backoff_seconds))
+    doublings = min(max(recent - 1, status.failed_placings - 1, 0), 30)
+    pause = min(policy.backoff_seconds * 2.0**doublings, max(settings.backoff_limit_seconds, policy.backoff_seconds))
     if look.refusal:
         pause = max(pause, settings.unschedulable_seconds)
     status = status.model_copy(update={"restarts": status.restarts + counts, "recent_restarts": recent, "restart_time": time_of(now + pause), "wish": 0})
@@ -350,8 +365,9 @@ def _tell_ranks(look: Look, status: NPUJobStatus) -> tuple[Action, ...]:
 def _running(status: NPUJobStatus) -> str:
     nodes = len({place.node for place in status.placement})
     message = f"{_pods(len(status.placement))} on {nodes} node{'' if nodes == 1 else 's'}"
-    if status.slow:
-        worst = max(status.slow, key=lambda slow: slow.ratio)
+    here = {place.node for place in status.placement}
+    if slow := [slow for slow in status.slow if slow.node in here]:
+        worst = max(slow, key=lambda slow: slow.ratio)
         message += f"; {worst.node} takes {worst.ratio:.2f} times as long as the others"
     return message
 

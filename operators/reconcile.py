@@ -28,6 +28,10 @@ from semantide.operators.slow_nodes import slow_nodes
 from semantide.operators.snapshot import Invalid, Snapshot
 from semantide.operators.waiting_line import Decision, Policy, Running, Waiting, decide
 
+# As Kubernetes' own controller judges a zone (--unhealthy-zone-threshold): of more than two nodes this share.
+_FEW_NODES = 2
+_TROUBLE_SHARE = 0.55
+
 
 @dataclass(frozen=True)
 class Round:
@@ -51,8 +55,8 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     """What to do about everything."""
     slow = slow_nodes(snapshot.jobs, snapshot.now)
     nodes = {node.name: replace(node, slow=max(node.slow, slow.get(node.name, 1.0))) for node in snapshot.nodes}
-    if nodes and all(node.gone for node in nodes.values()):
-        # Where nobody answers the cluster itself is in trouble: restarting what may well run on would only lose its work.
+    if _in_trouble(snapshot):
+        # Restarting what may well run on would only lose its work.
         nodes = {name: replace(node, gone=False) for name, node in nodes.items()}
     owned: dict[tuple[str, str], list[Pod]] = defaultdict(list)
     for pod in snapshot.pods:
@@ -95,6 +99,15 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
         metadata = invalid.body["metadata"]
         actions[f"{invalid.body['kind']} {metadata.get('namespace', 'default')}/{metadata['name']}"] = _unreadable(invalid, snapshot.now)
     return Round({key: done for key, done in actions.items() if done}, decision, stumbles)
+
+
+def _in_trouble(snapshot: Snapshot) -> bool:
+    """Whether so many of the nodes that do our work are silent at once that it is the cluster, and not them. Those of its control plane may answer all the same."""
+    ours = {resource.metadata.uid for resource in (*snapshot.jobs, *snapshot.services)}
+    carrying = {pod.node for pod in snapshot.pods if pod.owner in ours}
+    with_npus = any(node.capacity for node in snapshot.nodes)
+    gone = [node.gone for node in snapshot.nodes if node.capacity or node.name in carrying or not with_npus]
+    return all(gone) if sum(gone) <= _FEW_NODES else sum(gone) >= _TROUBLE_SHARE * len(gone)
 
 
 def _step(look: Look, stumbles: dict[str, Exception]) -> Step:
@@ -266,7 +279,9 @@ def _waiting(look: Look, step: Step, around: Neighbourhood) -> Waiting:
     avoid = frozenset(entry.node for entry in status.avoid)
     request = Request(job.key, names, _shape(job, look.settings, around), least=min(len(names), job.spec.least_pods), avoid=avoid)
     since = seconds_of(status.queue_time) or look.now
-    return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0)
+    # What was missing may be there by now, so it may try again after a long wait.
+    holds = not status.failed_placings or look.now - since >= look.settings.drain_seconds
+    return Waiting(request, job.spec.priority, since, status.waited_seconds, restartable=job.spec.restart_policy.limit > 0, holds=holds)
 
 
 def _running(look: Look, step: Step, around: Neighbourhood) -> Running | None:

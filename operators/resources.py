@@ -205,7 +205,7 @@ class NPUJobStatus(Part):
     ``wish`` is how many pods its next gang asks for, where that is not ``worldSize``; ``recent_restarts`` counts those since it last ran steadily,
     ``resumed_from`` is the checkpoint that there was when the gang began. ``revision`` tells which spec the gang was made of. It stands in line since ``queue_time``
     and was placed at ``placed_time``; ``waited_seconds`` is what earlier gangs of it waited. ``reason_time`` is when the reason for
-    its waiting was written. What stood beside the first ``cleared`` gangs (tables of ranks and the like) is taken away.
+    its waiting was written. ``failed_placings`` counts those in a row of which not all pods came to run. What stood beside the first ``cleared`` gangs (tables of ranks and the like) is taken away.
     """
 
     phase: JobPhase = "Pending"
@@ -223,6 +223,7 @@ class NPUJobStatus(Part):
     imbalance: float | None = None
     wish: int = 0
     recent_restarts: int = 0
+    failed_placings: int = 0
     resumed_from: str = ""
     revision: str = ""
     finished_ranks: tuple[int, ...] = ()

@@ -23,6 +23,7 @@ from semantide.operators.settings import OperatorSettings
 from semantide.operators.snapshot import WATCHED, DeviceReports, ObjectCache, Snapshot
 from semantide.shared.errors import Conflict, NotFound, PermanentError, SemantideError
 
+_LOAD_AGES = 3  # measurements may be so many of their intervals old
 _log = logging.getLogger("semantide.operator")
 
 
@@ -49,18 +50,20 @@ class Rounds:
         self._devices = DeviceReports()
         self._listed = self._asked_devices = float("-inf")
         self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
+        self._measured = float("-inf")
         self._refusals: dict[str, str] = {}
         self.last: Snapshot | None = None
         self._turn = Lock()
         self._writers = ThreadPoolExecutor(writers, "writer") if writers > 1 else None
 
     def forget(self) -> None:
-        """Read everything anew before the next round: somebody else may have acted since."""
+        """Read everything anew before the next round: somebody else may have acted since, and what was measured or refused before is old."""
         self._listed = float("-inf")
+        self._loads, self._refusals = {}, {}
 
     def measured(self, loads: Mapping[str, tuple[ReplicaLoad, ...]]) -> None:
         """What services' replicas say of their load; used from the next round on."""
-        self._loads = loads
+        self._loads, self._measured = loads, self._steady()
 
     def turn(self) -> Round | None:
         """One round; None where this process does not lead.
@@ -73,7 +76,8 @@ class Rounds:
                 return None
             now = self._clock()
             self._refresh(began)
-            snapshot = self.cache.snapshot(self.settings, now, self._devices, self._loads, dict(self._refusals))
+            loads = self._loads if began - self._measured <= _LOAD_AGES * self.settings.load_seconds else {}
+            snapshot = self.cache.snapshot(self.settings, now, self._devices, loads, dict(self._refusals))
             self.last = snapshot
             there = {f"{JOB_KIND} {job.key}" for job in snapshot.jobs} | {f"{SERVICE_KIND} {service.key}" for service in snapshot.services}
             self._refusals = {resource: said for resource, said in self._refusals.items() if resource in there}
@@ -150,6 +154,6 @@ class Rounds:
         try:
             self.cache.put(self.api.get(kind, namespace, name))
         except NotFound:
-            self.forget()
+            self._listed = float("-inf")
         except SemantideError as error:
             _log.info("%s %s/%s cannot be read: %s", kind, namespace, name, error)

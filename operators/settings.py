@@ -70,7 +70,7 @@ class OperatorSettings(BaseSettings):
     reason_seconds: float = Field(default=15.0, ge=0)
     """How often the reason why a job waits is written anew, at most, seconds."""
     avoid_seconds: float = Field(default=300.0, ge=0)
-    """How long a job avoids a node that refused its pod, seconds."""
+    """How long a job avoids a node that refused its pod, or on which a pod of it failed, seconds."""
     backoff_limit_seconds: float = Field(default=300.0, ge=0)
     """Longest pause before a restart, seconds."""
     steady_seconds: float = Field(default=600.0, ge=0)

@@ -118,13 +118,15 @@ class ObjectCache:
         services = self._resources(SERVICE_KIND, NPUService.parse, settings, invalid)
         pods = self.bodies("Pod")
         unread: dict[str, Exception] = {}
-        asked = {job.spec.resource_name for job in jobs} | {service.spec.resource_name for service in services}
+        own = (DEVICE_NAMES | {settings.resource_name}) - {""}
+        asked = {job.spec.resource_name for job in jobs if not job.ended} | {service.spec.resource_name for service in services}
         reports = devices or DeviceReports()
         nodes = read_nodes(
             self.bodies("Node"),
             pods,
             reports.config_maps,
-            resource_names=(DEVICE_NAMES | asked) - {""},
+            resource_names=(own | asked) - {""},
+            own_names=own,
             claimed=claimed_devices(reports.slices, reports.claims) if settings.dynamic_resources else None,
             silence=self.silence(),
             gone_seconds=settings.node_grace_seconds,

@@ -43,7 +43,8 @@ class Policy:
 class Waiting:
     """A gang without room. ``since`` is when it joined the line, ``waited`` what it waited before (seconds), ``after`` the end of its pause.
 
-    ``restartable``: it would go on from a checkpoint, so its room can be taken again.
+    ``restartable``: it would go on from a checkpoint, so its room can be taken again. ``holds``: nothing says that it could not use room; where its
+    last placings came to nothing, for whatever else it lacks, nobody makes room for it and nobody is held up.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class Waiting:
     waited: float = 0.0
     after: float = 0.0
     restartable: bool = True
+    holds: bool = True
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,8 @@ class _Look:
         request, waited = gang.request, gang.waited + self.now - gang.since
         if not refusal.survey.ever(request):
             return refusal.reason  # nor does it hold up those behind it
+        if not gang.holds:
+            return f"{refusal.reason}; its last placing failed, so for now nobody makes room for it"
         if way := self._make_way(gang, overtakers=not self._blocked and waited >= self.policy.patience_seconds):
             return f"{refusal.reason}; {way}"
         self._blocked += 1

@@ -158,6 +158,7 @@ class ClusterRunner:
         self._room, self._jobs, self._look_seconds = room, FollowedJobs(room.broker), look_seconds
         self._npujobs = npujobs or NPUJobs.connect(self.deployment.namespace)
         self._annotated: dict[str, dict[str, str]] = {}
+        self._attempts: dict[str, int] = {}
         self._told_ends: set[str] = set()  # names of NPUJobs that say how far their jobs came
         self._wake, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cluster-runner", daemon=True)
@@ -215,6 +216,7 @@ class ClusterRunner:
         self._told_ends &= set(found)
         for left in found.values():
             self._annotated.pop(left.name, None)
+            self._attempts.pop(left.name, None)
             self._alone(left.job_id, partial(self._tend_left_over, left), refused)
         if refused:
             raise refused[0]
@@ -267,7 +269,10 @@ class ClusterRunner:
         self._log.info("NPUJob made", job=record.id, kind=record.spec.kind, npujob=name_of(record))
 
     def _annotate(self, record: JobRecord, found: Found) -> None:
-        said = annotations_of(record, self._jobs.step_seconds(record.id), found.pods, self._checkpoint(record.id))
+        if self._attempts.get(found.name) != found.attempt:
+            self._jobs.forget_step_seconds(record.id)  # they may be those of an earlier gang, which had other places; this one says its own again
+            self._attempts[found.name] = found.attempt
+        said = annotations_of(record, self._jobs.step_seconds(record.id), found.pods, self._checkpoint(record.id), found.attempt)
         if self._annotated.get(found.name) != said:
             self._tell(found, said)
         self._annotated[found.name] = said
@@ -283,7 +288,7 @@ class ClusterRunner:
             if step is not None:
                 self._npujobs.delete(step.name)
             elif record.state in ENDED and found.name == (record.npujob or name_of(record)) and found.name not in self._told_ends:
-                self._tell(found, annotations_of(record, {}, found.pods, self._checkpoint(record.id)))
+                self._tell(found, annotations_of(record, {}, found.pods, self._checkpoint(record.id), found.attempt))
                 self._told_ends.add(found.name)
 
     def _folder(self, job_id: str) -> Path:

@@ -57,6 +57,7 @@ class Found:
     message: str = ""
     restarts: int = 0
     pods: int = 1
+    attempt: int = 0
     deleting: bool = False
     annotations: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,6 +73,7 @@ class Found:
             phase=status.get("phase", ""),
             message=status.get("message", ""),
             restarts=int(status.get("restarts", 0)),
+            attempt=int(status.get("attempt", 0)),
             pods=len(status.get("placement") or ()) or int(spec.get("worldSize", 1)),
             deleting="deletionTimestamp" in metadata,
             annotations=metadata.get("annotations") or {},
@@ -214,13 +216,14 @@ def step_after_end(record: JobRecord, found: Found, now_ms: int, keep_seconds: f
     return Delete(found.name) if seconds > (keep_seconds if found.ended else _ENDING_SECONDS) else None
 
 
-def annotations_of(record: JobRecord, step_seconds: Mapping[int, float], pods: int, checkpoint: str) -> dict[str, str]:
+def annotations_of(record: JobRecord, step_seconds: Mapping[int, float], pods: int, checkpoint: str, attempt: int = 0) -> dict[str, str]:
     """What the operator shows of a running job: progress, checkpoint, seconds of a step by pod, and how unequal they are.
 
-    A pod is as slow as its slowest rank; ranks are numbered through pod by pod.
+    A pod is as slow as its slowest rank; ranks are numbered through pod by pod. ``attempt`` is the gang whose steps they are: another one has other places.
     """
+    gang = {"attempt": attempt} if attempt else {}
     progress = {"done": record.done, "total": record.total, "unit": record.unit, "stage": record.stage}
-    said = {PROGRESS_ANNOTATION: json.dumps(progress)}
+    said = {PROGRESS_ANNOTATION: json.dumps(progress), STEP_SECONDS_ANNOTATION: json.dumps(gang)}
     if checkpoint:
         said[CHECKPOINT_ANNOTATION] = checkpoint
     if step_seconds and pods > 0:
@@ -230,7 +233,7 @@ def annotations_of(record: JobRecord, step_seconds: Mapping[int, float], pods: i
         for rank, seconds in sorted(step_seconds.items()):
             by_pod[rank // share] = max(by_pod.get(rank // share, 0.0), seconds)
         mean = sum(by_pod.values()) / len(by_pod)
-        said[STEP_SECONDS_ANNOTATION] = json.dumps({str(pod): round(seconds, 6) for pod, seconds in by_pod.items()})
+        said[STEP_SECONDS_ANNOTATION] = json.dumps({**gang, **{str(pod): round(seconds, 6) for pod, seconds in by_pod.items()}})
         said[IMBALANCE_ANNOTATION] = f"{max(by_pod.values()) / mean - 1 if mean else 0.0:.4f}"
     return said
 

@@ -137,3 +137,18 @@ def test_a_node_without_devices() -> None:
     )
     assert (found.capacity, found.resource_name, found.free, found.npus) == (0, "", 0, ())
     assert found.free_millicores == 4000 and found.free_pods == 110
+
+
+def test_a_name_that_a_job_asks_for_hides_no_devices() -> None:
+    body = node()
+    body["status"]["capacity"] |= {"devices.kubevirt.io/kvm": "1000", "example.com/fast": "16"}
+    user = pod("user", 0)
+    user["spec"]["containers"][0]["resources"]["limits"]["devices.kubevirt.io/kvm"] = "1"
+    names = ["devices.kubevirt.io/kvm", "example.com/fast", ASCEND]
+    (found,) = read_nodes([body], [user], resource_names=names)
+    assert (found.resource_name, found.capacity, found.held) == (ASCEND, 8, {})
+    del body["status"]["capacity"][ASCEND]
+    (found,) = read_nodes([body], [user], resource_names=names)
+    assert (found.resource_name, found.capacity, found.held) == ("example.com/fast", 16, {})
+    (found,) = read_nodes([body], [user], resource_names=names[:1])
+    assert (found.resource_name, found.capacity, found.held) == ("", 0, {}), "so many are no devices"

@@ -37,7 +37,8 @@ def test_figures_are_those_of_the_cluster(world: Callable[..., Any]) -> None:
     lab.settle()
     lab.end("runs", status=1)
     lab.settle(seconds=20)
-    lab.nodes.ready("b", False)
+    (place,) = lab.status("runs")["placement"]
+    lab.nodes.ready("a" if place["node"] == "b" else "b", False)
     lab.settle()
     samples = {
         (sample.name, *sample.labels.values()): sample.value for family in text_string_to_metric_families(meters.page().decode()) for sample in family.samples

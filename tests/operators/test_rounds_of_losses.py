@@ -221,3 +221,22 @@ def test_a_pause_ends_at_its_limit_however_often_a_gang_was_lost(world: Worlds) 
     lab.turn(2, lab.settings.backoff_limit_seconds)
     lab.settle()
     assert lab.phase("train") == "Running"
+
+
+def test_a_node_on_which_pods_fail_does_not_get_the_next_gang_as_well(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", npus=8, restartPolicy={"limit": 3, "backoffSeconds": 1})
+    lab.settle()
+    (first,) = lab.status("train")["placement"]
+    lab.end("train", status=1)
+    lab.settle(seconds=2)
+    (second,) = lab.status("train")["placement"]
+    assert lab.phase("train") == "Running" and second["node"] != first["node"]
+    lab.end("train", status=AGAIN)
+    lab.settle(seconds=2)
+    assert lab.status("train")["placement"][0]["node"] == second["node"], "who asks to be started again has nothing against the node"
+    lab.nodes.ready(second["node"], False)
+    lab.turn(8, seconds=10)
+    assert lab.phase("train") == "Running" and lab.status("train")["placement"][0]["node"] == first["node"], (
+        "where there is no other it goes there all the same"
+    )

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from semantide.operators.job_pods import gang_name
+from semantide.operators.pods import time_of
 from semantide.operators.rank_table import TOLD_ANNOTATION, table_name
 from semantide.operators.resources import MANAGED_BY, MANAGED_BY_LABEL, NPUJob
-from semantide.shared.errors import PermanentError
+from semantide.shared.errors import NotFound, PermanentError
 
 Worlds = Callable[..., Any]
 
@@ -158,3 +159,81 @@ def test_a_pod_of_somebody_elses_is_no_pod_of_a_gang(world: Worlds) -> None:
     lab.turn(30, 5.0)
     assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 2
     assert lab.cluster.get("Pod", "lab", f"{gang}-1")["metadata"]["uid"] == theirs["metadata"]["uid"]
+
+
+def test_a_job_whose_pods_never_run_pauses_ever_longer_and_makes_nobody_leave_again(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("low", npus=8, restartPolicy={"limit": 100})
+    lab.settle()
+    bind = lab.nodes._bind
+    refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "persistentvolumeclaim none not found"}
+
+    def lacks_a_volume(body: dict[str, Any]) -> None:
+        if body["metadata"]["labels"]["semantide.io/job"] != "high":
+            bind(body)
+        elif not body["status"].get("conditions"):
+            lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], conditions=[{**refused, "lastTransitionTime": time_of(lab.now)}])
+
+    lab.nodes._bind = lacks_a_volume
+    lab.submit("high", npus=8, priority=10)
+    lab.turn(300, 5.0)
+    assert lab.phase("low") == "Running" and lab.status("low")["attempt"] == 2, "it left once, and went on"
+    assert lab.status("high")["attempt"] == 1 and "nobody makes room for it" in lab.status("high")["message"]
+    lab.turn(100, 5.0)
+    assert lab.status("low")["attempt"] == 3, "what was missing may be there after so long"
+    lab.turn(10, 5.0)
+    lab.end("low")
+    lab.turn(400, 5.0)
+    assert 3 <= lab.status("high")["attempt"] <= 12, "2,000 seconds in which every pause is longer than the one before"
+    lab.nodes._bind = bind
+    lab.turn(80, 5.0)
+    assert lab.phase("high") == "Running" and not lab.status("high").get("failedPlacings")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "spec", "settings"),
+    [
+        ("PodGroup", "PodGroup of scheduling.volcano.sh/v1beta1", {"scheduler": "volcano"}, {}),
+        ("ResourceClaimTemplate", "ResourceClaimTemplate of resource.k8s.io/v1", {"scheduler": "native"}, {"dynamic_resources": True}),
+    ],
+)
+def test_what_the_cluster_does_not_serve_is_named(world: Worlds, kind: str, said: str, spec: dict[str, Any], settings: dict[str, Any]) -> None:
+    lab = world(["a"], **settings)
+
+    def unheard_of(verb: str, of: str, name: str) -> None:
+        if verb == "create" and of == kind:
+            raise NotFound("404 page not found")
+
+    lab.cluster.fails = unheard_of
+    lab.submit("train", npus=8, **spec)
+    lab.turn(4, 1.0)
+    assert f"this cluster does not serve {said}" in lab.status("train")["message"] and not lab.pods("train")
+
+
+def test_a_namespace_that_has_gone_is_no_refusal(world: Worlds) -> None:
+    lab = world(["a"])
+
+    def gone(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod":
+            raise NotFound('namespaces "lab" not found')
+
+    lab.cluster.fails = gone
+    lab.submit("train", npus=8)
+    lab.turn(4, 1.0)
+    assert lab.phase("train") == "Placing" and "not serve" not in lab.status("train")["message"]
+
+
+def test_who_leads_anew_knows_of_no_refusal(world: Worlds) -> None:
+    lab = world(["a"])
+
+    def full(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod":
+            raise PermanentError("exceeded quota: pods")
+
+    lab.cluster.fails = full
+    lab.submit("train", npus=8)
+    lab.turn(1, 1.0)
+    lab.cluster.fails = lambda *_: None
+    lab.operator.forget()
+    lab.settle()
+    assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from semantide.operators.pods import AGAIN
 from semantide.operators.resources import CHECKPOINT_ANNOTATION, IMBALANCE_ANNOTATION, PROGRESS_ANNOTATION, SLOW_ANNOTATION, STEP_SECONDS_ANNOTATION
 
 Worlds = Callable[..., Any]
@@ -73,3 +74,28 @@ def test_events_tell_what_happened_and_are_told_once(world: Worlds) -> None:
     for _ in range(5):
         lab.turn(1, seconds=10)
     assert sorted(body["reason"] for body in lab.cluster.of("Event")) == ["Placed", "Running"]
+
+
+def test_what_one_gang_said_of_its_nodes_is_not_said_of_the_next_ones(world: Worlds) -> None:
+    lab = world(["a", "b", "c"])
+    lab.submit("train", pods=2, npus=8, restartPolicy={"backoffSeconds": 0})
+    lab.settle()
+    first = [place["node"] for place in lab.status("train")["placement"]]
+    lab.cluster.annotate("NPUJob", "lab", "train", {STEP_SECONDS_ANNOTATION: json.dumps({"attempt": 1, "0": 0.1, "1": 0.3})})
+    lab.settle()
+    blamed = [{"node": first[1], "ratio": 3.0}]
+    assert lab.status("train")["slow"] == blamed
+    lab.end("train", rank=0, status=AGAIN)
+    lab.settle()
+    status = lab.status("train")
+    second = [place["node"] for place in status["placement"]]
+    assert status["phase"] == "Running" and first[1] not in second, "it keeps off the slow one"
+    assert status["slow"] == blamed and first[1] not in status["message"], "and nothing is known of where it is now"
+    lab.now += 3600
+    lab.cluster.annotate("NPUJob", "lab", "train", {STEP_SECONDS_ANNOTATION: json.dumps({"attempt": 2, "0": 0.3, "1": 0.2})})
+    lab.settle()
+    status = lab.status("train")
+    assert status["slow"] == [{"node": first[1], "ratio": 2.0}, {"node": second[0], "ratio": 1.5}], "after its half-life half of it is believed"
+    lab.cluster.annotate("NPUJob", "lab", "train", {STEP_SECONDS_ANNOTATION: json.dumps({"attempt": 2, "0": 0.2, "1": 0.2})})
+    lab.settle()
+    assert [entry["node"] for entry in lab.status("train")["slow"]] == [first[1]]

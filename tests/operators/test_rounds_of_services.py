@@ -196,11 +196,24 @@ def test_measured_load_drives_replicas_and_moves_one_that_lags(world: Worlds) ->
     say([20.0, 20.0])
     lab.turn(10, 1.0)
     assert lab.status("shop", "NPUService")["replicas"] == 4
-    say([0.0] * 4)
-    lab.turn(10, 400.0)
-    say([0.0] * 4)
-    lab.turn(10, 400.0)
+    for _ in range(20):
+        say([0.0] * len(lab.pods("shop", "service")))
+        lab.turn(1, 400.0)
     assert 2 <= lab.status("shop", "NPUService")["replicas"] < 4
+
+
+@pytest.mark.parametrize("old", ["leads anew", "is not told any more"])
+def test_what_was_measured_long_ago_drives_nothing(world: Worlds, old: str) -> None:
+    lab = world(["a", "b", "c"])
+    lab.serve("shop", low=2, high=4, target={"queueDepth": 4})
+    lab.settle()
+    lab.operator.measured({"lab/shop": tuple(ReplicaLoad(body["metadata"]["name"], 20.0) for body in lab.pods("shop", "service"))})
+    if old == "leads anew":
+        lab.operator.forget()
+    else:
+        lab.now += 3 * lab.settings.load_seconds + 1
+    lab.turn(10, 60.0)
+    assert lab.status("shop", "NPUService")["replicas"] == 2
 
 
 def test_services_take_free_npus_before_jobs_do(world: Worlds) -> None:

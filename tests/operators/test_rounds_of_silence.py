@@ -55,3 +55,23 @@ def test_a_new_operator_begins_to_count_anew(world: Worlds) -> None:
     assert lab.phase("train") == "Running"
     lab.turn(2, 9.0)
     assert lab.phase("train") == "Restarting"
+
+
+@pytest.mark.parametrize("npus", [0, 8])
+@pytest.mark.parametrize(("silent", "lost"), [(1, True), (5, True), (7, False), (10, False)])
+def test_where_most_nodes_fall_silent_at_once_it_is_not_they(world: Worlds, npus: int, silent: int, lost: bool) -> None:
+    lab = world([f"n{number}" for number in range(10)], npus, node_grace_seconds=20)
+    lab.nodes._npus = 0
+    lab.nodes.add("control-plane", **{"node-role.kubernetes.io/control-plane": ""})
+    lab.nodes._npus = npus
+    for number in range(10):
+        lab.submit(f"job-{number}", npus=npus, template={"nodeSelector": {"disk": f"d{number}"}}, restartPolicy={"backoffSeconds": 1})
+        node = lab.cluster.get("Node", "", f"n{number}")
+        lab.cluster.replace({**node, "metadata": {**node["metadata"], "labels": {"disk": f"d{number}"}}})
+    lab.settle()
+    before = {body["metadata"]["uid"] for body in lab.cluster.of("Pod")}
+    assert len(before) == 10
+    for number in range(silent):
+        lab.nodes.ready(f"n{number}", False)
+    lab.turn(6, 10.0)
+    assert (before != {body["metadata"]["uid"] for body in lab.cluster.of("Pod")}) == lost

@@ -159,3 +159,29 @@ def test_pods_of_another_namespace_that_name_an_owner_here_are_nobodys(world: Wo
     lab.turn(8, 5.0)
     assert lab.phase("train") == lab.phase("shop", "NPUService") == "Running"
     assert {body["metadata"]["uid"] for body in lab.cluster.of("Pod") if body["metadata"]["namespace"] == "lab"} == kept
+
+
+@pytest.mark.parametrize("name", ["devices.kubevirt.io/kvm", "nvidia.com/gpumem"])
+def test_a_job_that_names_another_resource_hides_nobodys_npus(world: Worlds, name: str) -> None:
+    lab = world(["a"])
+    body = lab.cluster.get("Node", "", "a")
+    lab.cluster.set_status("Node", "", "a", capacity={**body["status"]["capacity"], name: "1000"})
+    lab.submit("odd", resourceName=name)
+    lab.submit("right", npus=8)
+    lab.settle()
+    assert lab.phase("right") == "Running" and name in lab.status("odd")["message"]
+
+
+def test_a_job_that_has_ended_says_nothing_of_nodes(world: Worlds) -> None:
+    lab = world(["a"])
+    lab.submit("odd", npus=0, resourceName="example.com/part")
+    lab.settle()
+    lab.end("odd")
+    lab.settle()
+    assert lab.phase("odd") == "Succeeded"
+    body = lab.cluster.get("Node", "", "a")
+    lab.cluster.set_status(
+        "Node", "", "a", capacity={**{key: value for key, value in body["status"]["capacity"].items() if "huawei" not in key}, "example.com/part": "4"}
+    )
+    lab.turn()
+    assert [node.resource_name for node in lab.operator.last.nodes] == [""]

@@ -123,6 +123,9 @@ def test_annotations_tell_of_pods_not_ranks() -> None:
     said = npujob.annotations_of(record(done=1, total=4), {0: 0.1, 1: 0.3, 2: 0.1, 3: 0.1}, 2, "step-000000120")
     assert json.loads(said[npujob.STEP_SECONDS_ANNOTATION]) == {"0": 0.3, "1": 0.1}
     assert said[npujob.IMBALANCE_ANNOTATION] == "0.5000" and said[npujob.CHECKPOINT_ANNOTATION] == "step-000000120"
+    said = npujob.annotations_of(record(), {0: 0.1, 1: 0.3}, 2, "", attempt=3)
+    assert json.loads(said[npujob.STEP_SECONDS_ANNOTATION]) == {"attempt": 3, "0": 0.1, "1": 0.3}, "of this gang and of no other"
+    assert json.loads(npujob.annotations_of(record(), {}, 2, "", attempt=4)[npujob.STEP_SECONDS_ANNOTATION]) == {"attempt": 4}, "nothing is known yet"
 
 
 def test_a_pods_place_must_make_sense(tmp_path: Path) -> None:
