@@ -14,12 +14,14 @@ from semantide.operators.resources import NPUJobStatus, PodPlacement
 @dataclass(frozen=True)
 class Fault:
     """What happened to one pod. ``first`` orders faults by what is most likely a cause and not a consequence, then by time. ``node`` is the
-    one to keep off for a while, where it may be the node's fault."""
+    one to keep off for a while, where it may be the node's fault; ``saves``:
+    the pod still has its own time, in which the gang can save a checkpoint together."""
 
     first: tuple[int, float]
     message: str
     counts: bool = True
     node: str = ""
+    saves: bool = False
 
 
 def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod], nodes: Mapping[str, Node]) -> Fault | None:
@@ -38,7 +40,7 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
     if node is not None and pod.key in node.lost_holders:
         return Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed", node=place.node)
     if pod.deleting:
-        return Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False)
+        return Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False, saves=True)
     if pod.phase == "Failed":
         if pod.exit_status == AGAIN:
             return Fault((5, pod.ended or 0.0), f"rank {rank} asks to be started again", counts=False)

@@ -202,7 +202,7 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
     if faults:
         cause = cause_of(faults)
         status = _avoiding(look, status, {cause.node: cause.message} if cause.node else {})
-        return _lost(look, status, cause.message, counts=any(fault.counts for fault in faults))
+        return _lost(look, status, cause.message, counts=any(fault.counts for fault in faults), saves=all(fault.saves for fault in faults))
     missing = {place.pod for place in status.placement} - set(gang) - {status.placement[rank].pod for rank in status.finished_ranks}
     up = not missing and all(pod.phase in ("Running", "Succeeded") for pod in gang.values())
     ranks = _tell_ranks(look, status)
@@ -272,8 +272,8 @@ def _placing_since(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) ->
     return min(on_nodes) if on_nodes else look.now if refusing else placed
 
 
-def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step:
-    """A gang that cannot go on: all of it ends, and starts again after a pause."""
+def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool, saves: bool = False) -> Step:
+    """A gang that cannot go on: all of it ends, and starts again after a pause; ``saves`` where it can still save a checkpoint."""
     job, settings, now = look.job, look.settings, look.now
     policy = job.spec.restart_policy
     ran = since(status.conditions, "Running")
@@ -295,7 +295,7 @@ def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool) -> Step
     message = f"{cause}; all ranks start again from the last checkpoint" + (f" ({recent} of {policy.limit})" if counts else "")
     status = _concluded(look, status, "Restarting", "Lost", message)
     # Without one of its ranks a gang cannot save anything, so the others need no time for it.
-    return Step(status, (*ends(look, look.pods, settings.lost_stop_seconds), _event(job, "Restarting", message, warn=True)))
+    return Step(status, (*ends(look, look.pods, None if saves else settings.lost_stop_seconds), _event(job, "Restarting", message, warn=True)))
 
 
 def _stop(look: Look, status: NPUJobStatus, phase: JobPhase, reason: str, message: str) -> Step:

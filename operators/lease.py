@@ -66,7 +66,8 @@ class Lease:
         if holder not in ("", self._identity):
             version = lease["metadata"]["resourceVersion"]
             if self._seen is None or self._seen[0] != version:
-                self._seen = version, began
+                # After the answer: it may have been written while the question was on its way.
+                self._seen = version, self._clock()
             if began - self._seen[1] < float(lease["spec"].get("leaseDurationSeconds") or self._seconds):
                 self._sure_until = float("-inf")
                 return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from semantide.operators.lease import Lease
@@ -72,6 +72,27 @@ def test_never_two_are_sure(steps: list[tuple[int, float, bool]]) -> None:
                 raise TransientError("away")
 
         cluster.fails = fail
+        several[who].renew()
+        assert sum(one.held() for one in several) <= 1
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 4), st.floats(0, 12), st.integers(1, 2), st.sampled_from(["get", "replace"])), max_size=60))
+@example(steps=[(0, 0.0, 0.0, 1, "get"), (1, 0.0, 6.0, 2, "get"), (1, 4.0, 0.0, 1, "get")])
+def test_never_two_are_sure_where_calls_stall(steps: list[tuple[int, float, float, int, str]]) -> None:
+    """While one's call is on its way time passes, and another one renews."""
+    clock, cluster = Clock(), FakeCluster(lambda: 0.0)
+    several = [lease(cluster, clock, f"number-{number}") for number in range(3)]
+    for who, seconds, stall, beside, stalls in steps:
+        clock.seconds += seconds
+
+        def stalled(verb: str, kind: str, name: str, stall: float = stall, other: Lease = several[(who + beside) % 3], stalls: str = stalls) -> None:
+            if verb == stalls:
+                cluster.fails = lambda *_: None
+                clock.seconds += stall
+                other.renew()
+                assert sum(one.held() for one in several) <= 1
+
+        cluster.fails = stalled
         several[who].renew()
         assert sum(one.held() for one in several) <= 1
 

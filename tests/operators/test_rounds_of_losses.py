@@ -240,3 +240,19 @@ def test_a_node_on_which_pods_fail_does_not_get_the_next_gang_as_well(world: Wor
     assert lab.phase("train") == "Running" and lab.status("train")["placement"][0]["node"] == first["node"], (
         "where there is no other it goes there all the same"
     )
+
+
+@pytest.mark.parametrize(("also_fails", "seconds"), [(False, 90), (True, 10)])
+def test_a_gang_of_which_a_pod_is_evicted_has_as_long_as_that_pod_for_a_checkpoint(world: Worlds, also_fails: bool, seconds: int) -> None:
+    lab = world(["a", "b", "c"], stop_seconds=90, lost_stop_seconds=10)
+    lab.submit("train", pods=3, npus=8)
+    lab.settle()
+    evicted, other, last = lab.pods("train")
+    lab.cluster.delete("Pod", "lab", evicted["metadata"]["name"])
+    if also_fails:
+        lab.nodes.end("lab", last["metadata"]["name"], 1)
+    lab.operator.turn()
+    assert lab.phase("train") == "Restarting"
+    for body in (evicted, other):
+        expected = 90 if body is evicted else seconds
+        assert lab.cluster.get("Pod", "lab", body["metadata"]["name"])["metadata"]["deletionGracePeriodSeconds"] == expected
