@@ -236,7 +236,9 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
         if late:
             places = {place.pod: place.node for place in status.placement}
             status = _avoiding(look, status, {places[pod.name]: pod.waits_for for pod in late if pod.name in places})
-            return _lost(look, _fallen(status), f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False)
+            return _lost(
+                look, _fallen(status), f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False
+            )
     placing = _placing_since(look, status, refusing)
     waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
     if now - placing > settings.placing_seconds:

@@ -223,7 +223,9 @@ def test_a_node_on_which_pods_fail_does_not_get_the_next_gang_as_well(world: Wor
     assert lab.status("train")["placement"][0]["node"] == second["node"], "who asks to be started again has nothing against the node"
     lab.nodes.ready(second["node"], False)
     lab.turn(8, seconds=10)
-    assert lab.phase("train") == "Running" and lab.status("train")["placement"][0]["node"] == first["node"], "where there is no other it goes there all the same"
+    assert lab.phase("train") == "Running" and lab.status("train")["placement"][0]["node"] == first["node"], (
+        "where there is no other it goes there all the same"
+    )
 
 
 @pytest.mark.parametrize(("also_fails", "seconds"), [(False, 90), (True, 10)])

@@ -132,6 +132,8 @@ def test_a_job_that_has_ended_says_nothing_of_nodes(world: Worlds) -> None:
     lab.settle()
     assert lab.phase("odd") == "Succeeded"
     body = lab.cluster.get("Node", "", "a")
-    lab.cluster.set_status("Node", "", "a", capacity={**{key: value for key, value in body["status"]["capacity"].items() if "huawei" not in key}, "example.com/part": "4"})
+    lab.cluster.set_status(
+        "Node", "", "a", capacity={**{key: value for key, value in body["status"]["capacity"].items() if "huawei" not in key}, "example.com/part": "4"}
+    )
     lab.turn()
     assert [node.resource_name for node in lab.operator.last.nodes] == [""]
