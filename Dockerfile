@@ -36,7 +36,8 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
     python requirements.py ${EXTRAS} > requirements.txt \
     && pip install --no-compile --root /rest --constraint constraints.txt --requirement requirements.txt
 COPY docker/trim.py docker/compiled.py ./
-RUN python -m pip uninstall --yes pip && python trim.py /opt/semantide /rest && python compiled.py /opt/semantide /rest
+# torch loads torch_npu by itself, which fails where the image is built: there is no driver.
+RUN python -m pip uninstall --yes pip && python trim.py /opt/semantide /rest && TORCH_DEVICE_BACKEND_AUTOLOAD=0 python compiled.py /opt/semantide /rest
 
 FROM venv AS code
 COPY LICENSE README.md pyproject.toml ./
@@ -88,7 +89,7 @@ ENV PATH=/opt/semantide/bin:${PATH} \
     SEMANTIDE_HOST=0.0.0.0 \
     SEMANTIDE_PORT=8000
 # What was cut out or did not fit together shows here and not at a customer's.
-RUN python -c "import torch, polars, pyarrow.parquet, pyarrow.compute, pyarrow.fs, uvloop, sklearn.feature_extraction.text, scipy.optimize; import semantide.services.local"
+RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c "import torch, polars, pyarrow.parquet, pyarrow.compute, pyarrow.fs, uvloop, sklearn.feature_extraction.text, scipy.optimize; import semantide.services.local"
 WORKDIR /data
 USER 10001:10001
 EXPOSE 8000

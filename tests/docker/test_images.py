@@ -91,6 +91,21 @@ def test_only_what_was_imported_lies_compiled_and_always_with_one_date(tmp_path:
     assert len({path.stat().st_mtime for path in (site, *site.rglob("*.pyc"), site / "unused")}) == 1
 
 
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])
+@pytest.mark.parametrize("name", ["torch_npu", "numpy_like"])
+def test_what_wants_a_driver_is_passed_over_and_nothing_else(tmp_path: Path, name: str, error: str) -> None:
+    (tmp_path / f"{name}.py").write_text(f"raise {error}('libascend_hal.so: cannot open shared object file')\n")
+    code = f"import sys; sys.path[:0] = [{str(DOCKER)!r}, {str(tmp_path)!r}]; import compiled; compiled.IMPORTED, compiled.LOADED_LATER = ({name!r},), (); print(*compiled.load())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.split()) == ((0, [name]) if name == "torch_npu" else (1, []))
+
+
+def test_images_are_built_where_no_driver_is() -> None:
+    steps = (DOCKER.parent / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    importing = [step for step in steps if step.startswith("RUN") and ("import torch" in step or "compiled.py" in step)]
+    assert len(importing) == 2 and all("TORCH_DEVICE_BACKEND_AUTOLOAD=0 python" in step for step in importing)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None or shutil.which("strip") is None, reason="no compiler and binutils here")
 def test_a_library_loads_without_its_symbol_table(tmp_path: Path) -> None:
     (tmp_path / "a.c").write_text("static int hidden(void) { return 41; } int answer(void) { return hidden() + 1; }")
