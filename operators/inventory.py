@@ -7,7 +7,7 @@ names is given those that cost the least, so that what is called free really is.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,7 +156,6 @@ def read_nodes(
     for pod in pods:
         try:
             if holds_room(pod):
-                use_of(pod, resource_names)  # what is wrong with it shows here and not among its node's
                 there.setdefault(node_of(pod), []).append(pod)
         except Exception as error:
             faults[label_of(pod)] = error
@@ -170,7 +169,7 @@ def read_nodes(
         devices = None if claimed is None else claimed.get(name, _NO_DEVICES)
         readiness = _readiness(body, (silence or {}).get(name, 0.0), gone_seconds)
         try:
-            result.append(_node(body, there.get(name, []), health.get(name, DeviceHealth()), resource_names, own_names, devices, readiness))
+            result.append(_node(body, there.get(name, []), faults, health.get(name, DeviceHealth()), resource_names, own_names, devices, readiness))
         except Exception as error:
             faults[label_of(body)] = error
             result.append(Node(name, unusable="not to be read", gone=readiness[1]))
@@ -183,9 +182,18 @@ def _counted_name(total: Body, names: Collection[str], own: Collection[str]) -> 
     return max(offered, key=lambda name: (name in own, quantity(total[name]), name), default="")
 
 
+def _uses(pods: Iterable[Body], names: Collection[str], faults: dict[str, Exception]) -> Iterator[Use]:
+    for pod in pods:
+        try:
+            yield use_of(pod, names)
+        except Exception as error:
+            faults[label_of(pod)] = error
+
+
 def _node(
     body: Body,
     pods: list[Body],
+    faults: dict[str, Exception],
     health: DeviceHealth,
     resource_names: Collection[str],
     own_names: Collection[str],
@@ -198,7 +206,7 @@ def _node(
     total, usable = status.get("capacity") or {}, status.get("allocatable") or status.get("capacity") or {}
     name = _counted_name(total, resource_names, own_names) if devices is None else ""
     # What a pod has of anything else is no device of this node.
-    uses = [use_of(pod, resource_names if devices is not None else [name] if name else ()) for pod in pods]
+    uses = list(_uses(pods, resource_names if devices is not None else [name] if name else (), faults))
     capacity = int(quantity(total.get(name, 0))) if name else 0
     sick = set(health.sick)
     if devices is not None and devices.indices:
