@@ -15,6 +15,7 @@ from semantide.operators import rings
 from semantide.operators.claimed_devices import ClaimedDevices
 from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
 from semantide.operators.node import Node, Taint
+from semantide.operators.pods import REAL_ANNOTATION
 from semantide.operators.profiles import PROFILES, profile_of_resource
 from semantide.operators.quantities import quantity, whole
 from semantide.operators.resources import NODE_ANNOTATION, NPUS_ANNOTATION, SLOW_ANNOTATION
@@ -23,7 +24,6 @@ Body = Mapping[str, Any]
 
 SUPER_POD_LABELS = ("huawei.com/topotree.superpodid", "nvidia.com/gpu.clique", "topology.kubernetes.io/zone")
 RACK_LABELS = ("huawei.com/topotree.rackid", "topology.kubernetes.io/rack")
-REAL_ANNOTATION = "huawei.com/AscendReal"  # the devices that the plugin really gave
 DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() if profile.resource_name)
 MOST_DEVICES = 128  # of one kind in a node; what there is more of (shares of memory, handles of /dev/kvm) is not one by one somebody's
 GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods

@@ -18,11 +18,11 @@ from typing import Literal
 from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event
 from semantide.operators.conditions import since, with_conditions
 from semantide.operators.faults import cause_of, fault_of
-from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision, ranks_per_pod
+from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision
 from semantide.operators.job_reports import heard, slowness
 from semantide.operators.node import Node
 from semantide.operators.pods import USELESS, Pod, seconds_of, time_of
-from semantide.operators.rank_table import TOLD_ANNOTATION, rank_table_manifest
+from semantide.operators.rank_table import TOLD_ANNOTATION, has_ranks, rank_table_manifest
 from semantide.operators.resources import (
     JobPhase,
     NodeUntil,
@@ -353,12 +353,12 @@ def _tell_ranks(look: Look, status: NPUJobStatus) -> tuple[Action, ...]:
     """Once every pod has an address, the table of ranks; and a touch of the pods, at which their kubelets read it."""
     job = look.job
     pods = sorted(look.gang.values(), key=lambda pod: pod.rank)
-    if len(pods) < len(status.placement) or not all(pod.address for pod in pods) or (len(pods) == 1 and not status.placement[0].npus):
+    if len(pods) < len(status.placement) or not all(pod.address for pod in pods) or not has_ranks(job, len(pods)):
         return ()
     untold = [pod for pod in pods if TOLD_ANNOTATION not in pod.annotations and not pod.finished]
     if not untold:
         return ()
-    table = rank_table_manifest(job, gang_name(job, status.attempt), pods, ranks_per_pod(job))
+    table = rank_table_manifest(job, gang_name(job, status.attempt), pods, look.settings)
     return (Create(table), *(AnnotatePod(pod.namespace, pod.name, pod.uid, {TOLD_ANNOTATION: "completed"}) for pod in untold))
 
 

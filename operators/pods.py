@@ -15,6 +15,9 @@ AGAIN = 75
 USELESS = 65
 """Exit status of a pod whose work is wrong in itself, so that starting it again changes nothing (EX_DATAERR)."""
 
+REAL_ANNOTATION = "huawei.com/AscendReal"
+"""The annotation in which Ascend's device plugin says which devices it really gave a pod."""
+
 
 def seconds_of(time: str | None) -> float | None:
     """Seconds since 1970-01-01 UTC of an API server's time."""
