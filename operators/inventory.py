@@ -15,6 +15,7 @@ from semantide.operators import rings
 from semantide.operators.claimed_devices import ClaimedDevices
 from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
 from semantide.operators.node import Node, Taint
+from semantide.operators.pod_resources import asked
 from semantide.operators.pods import REAL_ANNOTATION
 from semantide.operators.profiles import PROFILES, profile_of_resource
 from semantide.operators.quantities import quantity, whole
@@ -67,30 +68,19 @@ def holds_room(pod: Body) -> bool:
     return (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed") and bool(node_of(pod))
 
 
-def _asked(container: Body, name: str, parts: int) -> int:
-    resources = container.get("resources") or {}
-    value = (resources.get("requests") or {}).get(name, (resources.get("limits") or {}).get(name, 0))
-    return whole(value, parts)
-
-
 def use_of(pod: Body, resource_names: Collection[str]) -> Use:
-    """What a pod takes; init containers run before the others and take no more than the larger of both."""
+    """What a pod takes."""
     spec, metadata = pod.get("spec") or {}, _metadata(pod)
-    containers, first = spec.get("containers") or (), spec.get("initContainers") or ()
-
-    def total(name: str, parts: int = 1) -> int:
-        return max(sum(_asked(container, name, parts) for container in containers), max((_asked(container, name, parts) for container in first), default=0))
-
-    asked = {name: total(name) for name in resource_names}
-    name = max(asked, key=lambda name: asked[name], default="")
-    count = asked.get(name, 0)
+    devices = {name: asked(spec, name) for name in resource_names}
+    name = max(devices, key=lambda name: devices[name], default="")
+    count = devices.get(name, 0)
     annotations = metadata.get("annotations") or {}
     said = annotations.get(REAL_ANNOTATION) or annotations.get(NPUS_ANNOTATION) or annotations.get(name) or ""
     npus = device_indices(said)
     return Use(
         holder=f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}",
-        millicores=total("cpu", 1000),
-        memory_bytes=total("memory"),
+        millicores=asked(spec, "cpu", 1000),
+        memory_bytes=asked(spec, "memory"),
         count=max(count, len(npus)) if NPUS_ANNOTATION in annotations else count,
         npus=npus if npus and len(npus) >= count else None,
     )
