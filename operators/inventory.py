@@ -29,18 +29,20 @@ DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() 
 MOST_DEVICES = 128  # of one kind in a node; what there is more of (shares of memory, handles of /dev/kvm) is not one by one somebody's
 GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods
 _NO_DEVICES = ClaimedDevices("", ())
+_STAYING = ("DaemonSet", "Node", "StatefulSet", "ReplicaSet", "ReplicationController")  # whose pods are there for good; those of Node are static ones
 _SLOWED = 1.15  # step time assumed of a node with an NPU in sub-health
 
 
 @dataclass(frozen=True)
 class Use:
-    """What one pod takes of its node. ``npus`` None: so many that nobody names."""
+    """What one pod takes of its node. ``npus`` None: so many that nobody names; ``stays``: it does not end by itself, and nobody here ends it."""
 
     holder: str
     millicores: int
     memory_bytes: int
     count: int
     npus: tuple[int, ...] | None
+    stays: bool = False
 
 
 def _metadata(body: Body) -> Body:
@@ -83,6 +85,7 @@ def use_of(pod: Body, resource_names: Collection[str]) -> Use:
         memory_bytes=asked(spec, "memory"),
         count=max(count, len(npus)) if NPUS_ANNOTATION in annotations else count,
         npus=npus if npus and len(npus) >= count else None,
+        stays=any(owner.get("controller") and owner.get("kind") in _STAYING for owner in metadata.get("ownerReferences") or ()),
     )
 
 
@@ -212,6 +215,8 @@ def _node(
     except ValueError:
         said = 1.0
     slow = max(1.0, said) if math.isfinite(said) else 1.0
+    staying = [use for use in uses if use.stays]
+    keepers = {use.holder for use in staying}
     return Node(
         name=metadata["name"],
         capacity=capacity,
@@ -234,4 +239,7 @@ def _node(
         free_millicores=millicores - sum(use.millicores for use in uses),
         free_memory_bytes=memory_bytes - sum(use.memory_bytes for use in uses),
         free_pods=quantity(usable.get("pods", 110)) - len(uses),
+        kept=rings.mask_of([npu for npu, holder in held.items() if holder in keepers]),
+        kept_millicores=sum(use.millicores for use in staying),
+        kept_memory_bytes=sum(use.memory_bytes for use in staying),
     )

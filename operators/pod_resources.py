@@ -1,8 +1,8 @@
 """What a pod asks of its node, counted as Kubernetes' scheduler does. Pure.
 
-    its containers together, and with them its sidecars (init containers that stay)
-    or, where that is more, one init container beside the sidecars that began before it
-    for the whole pod where its spec says so, and what its runtime takes besides (overhead)
+its containers together, and with them its sidecars (init containers that stay)
+or, where that is more, one init container beside the sidecars that began before it
+for the whole pod where its spec says so, and what its runtime takes besides (overhead)
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def names_of(spec: Mapping[str, Any]) -> list[str]:
 
 def _requests(part: Mapping[str, Any]) -> Mapping[str, Any]:
     resources = part.get("resources") or {}
-    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    sides = [resources.get(side) or {} for side in ("limits", "requests")] if isinstance(resources, Mapping) else [resources]
+    if not all(isinstance(side, Mapping) for side in sides):
+        raise ValueError(f"resources is {resources!r}: it must have requests and limits that are maps of quantities")
+    return {name: value for side in sides for name, value in side.items()}
 
 
 def _share(part: Mapping[str, Any], name: str, parts: int) -> int:

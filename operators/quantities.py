@@ -13,13 +13,17 @@ _SUFFIXES = {
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([numkKMGTPE]?i?)")
 
 
-@lru_cache(maxsize=1 << 14, typed=True)
 def quantity(text: str | float) -> float:
     """The number that a quantity stands for.
 
     Raises: ValueError.
     """
-    found = _QUANTITY.fullmatch(str(text).strip())
+    return _number(str(text).strip())
+
+
+@lru_cache(maxsize=1 << 14)
+def _number(text: str) -> float:
+    found = _QUANTITY.fullmatch(text)
     if found is None or found[2] not in _SUFFIXES:
         raise ValueError(f"{text!r} is no quantity: write it like 2, 500m or 16Gi")
     return float(found[1]) * _SUFFIXES[found[2]]
