@@ -69,8 +69,8 @@ class Api(Protocol):
     Raises: NotFound, Conflict (the name is taken, or somebody has written since), PermanentError (refused, invalid), TransientError (not reached, overloaded).
     """
 
-    def list(self, kind: str, namespace: str = "", labels: str = "") -> Listing:
-        """All objects of a kind, in one namespace or (empty) everywhere."""
+    def list(self, kind: str, namespace: str = "", labels: str = "", keep: Callable[[Body], Body | None] = dict) -> Listing:
+        """All objects of a kind, in one namespace or (empty) everywhere; of each what ``keep`` makes of it, None for one that nobody wants."""
 
     def get(self, kind: str, namespace: str, name: str, api_version: str = "") -> Body:
         """One object; ``api_version`` where the kind alone does not say it."""
@@ -108,14 +108,15 @@ class KubernetesApi:
                     raise PermanentError(f"there is no way to a cluster ({error}): run in a pod with a service account, or set KUBECONFIG") from error
         self._client = client.ApiClient(configuration)
 
-    def list(self, kind: str, namespace: str = "", labels: str = "") -> Listing:
-        """All objects of a kind, in one namespace or (empty) everywhere."""
+    def list(self, kind: str, namespace: str = "", labels: str = "", keep: Callable[[Body], Body | None] = dict) -> Listing:
+        """All objects of a kind, in one namespace or (empty) everywhere; of each what ``keep`` makes of it, None for one that nobody wants."""
         items: list[Body] = []
         query = {"limit": str(_PAGE), **({"labelSelector": labels} if labels else {})}
         while True:
             page = self._call("GET", self._path(kind, namespace), query=query)
             # Items of a list do not say what they are.
-            items += [{"apiVersion": KINDS[kind].api_version, "kind": kind, **item} for item in page.get("items") or ()]
+            found = (keep({"apiVersion": KINDS[kind].api_version, "kind": kind, **item}) for item in page.get("items") or ())
+            items += [item for item in found if item is not None]
             more = page["metadata"].get("continue")
             if not more:
                 return Listing(items, page["metadata"]["resourceVersion"])

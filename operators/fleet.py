@@ -21,12 +21,13 @@ from semantide.operators.resources import PodPlacement
 class Candidates:
     """The nodes that may carry pods of one shape, by kind (capacity and ring), and how many others there are for each obstacle.
 
-    ``pods_when_empty``: pods that would fit if nothing else ran; ``unhealthy``: sick NPUs on these nodes.
+    ``pods_when_empty``: pods that would fit if nothing ran but what stays for good; ``staying``: without that more would; ``unhealthy``: sick NPUs on these nodes.
     """
 
     kinds: tuple[tuple[int, int, tuple[int, ...]], ...]
     obstacles: Counter[str]
     pods_when_empty: int
+    staying: bool
     unhealthy: int
 
     @property
@@ -67,11 +68,12 @@ class Fleet:
                 else:
                     kinds.setdefault((node.capacity, node.ring_size if shape.aligned else 0), []).append(number)
             able = [number for numbers in kinds.values() for number in numbers]
-            empty = {number: self._pods_when_empty(number, shape) for number in able}
+            empty, bare = ({number: self._pods_when_empty(number, shape, kept=kept) for number in able} for kept in (True, False))
             found = Candidates(
                 tuple((capacity, ring, tuple(numbers)) for (capacity, ring), numbers in kinds.items()),
                 obstacles,
-                max((sum(inside.values()) for inside in self.domains(empty, shape)), default=0),
+                most := max((sum(inside.values()) for inside in self.domains(empty, shape)), default=0),
+                most < max((sum(inside.values()) for inside in self.domains(bare, shape)), default=0),
                 sum(node.capacity - (node.healthy & ((1 << node.capacity) - 1)).bit_count() for node in map(self.nodes.__getitem__, able)),
             )
             self._candidates[shape] = found
@@ -111,17 +113,17 @@ class Fleet:
                 parts.setdefault(value, {})[number] = pods
         return [parts[value] for value in sorted(parts)]
 
-    def _pods_when_empty(self, number: int, shape: Shape) -> int:
-        """How many such pods one node could carry if it carried nothing else."""
+    def _pods_when_empty(self, number: int, shape: Shape, *, kept: bool) -> int:
+        """How many such pods one node could carry if it carried nothing else; ``kept``: but what stays there for good."""
         node = self.nodes[number]
         pods: float = 1 << 30
         if shape.npus:
-            healthy = node.healthy & ((1 << node.capacity) - 1)
+            healthy = node.healthy & ((1 << node.capacity) - 1) & ~(node.kept if kept else 0)
             pods = rings.pods_that_fit(healthy, node.capacity, node.ring_size if shape.aligned else 0, shape.npus)
         if shape.millicores:
-            pods = min(pods, node.millicores // shape.millicores)
+            pods = min(pods, max(0, node.millicores - node.kept_millicores * kept) // shape.millicores)
         if shape.memory_bytes:
-            pods = min(pods, node.memory_bytes // shape.memory_bytes)
+            pods = min(pods, max(0, node.memory_bytes - node.kept_memory_bytes * kept) // shape.memory_bytes)
         return int(pods)
 
     def _by_other_means(self, number: int, shape: Shape, pods: int) -> int:

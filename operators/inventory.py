@@ -15,6 +15,8 @@ from semantide.operators import rings
 from semantide.operators.claimed_devices import ClaimedDevices
 from semantide.operators.device_health import CONFIG_MAP_PREFIX, DeviceHealth, device_health, device_indices
 from semantide.operators.node import Node, Taint
+from semantide.operators.pod_resources import asked
+from semantide.operators.pods import REAL_ANNOTATION
 from semantide.operators.profiles import PROFILES, profile_of_resource
 from semantide.operators.quantities import quantity, whole
 from semantide.operators.resources import NODE_ANNOTATION, NPUS_ANNOTATION, SLOW_ANNOTATION
@@ -23,23 +25,24 @@ Body = Mapping[str, Any]
 
 SUPER_POD_LABELS = ("huawei.com/topotree.superpodid", "nvidia.com/gpu.clique", "topology.kubernetes.io/zone")
 RACK_LABELS = ("huawei.com/topotree.rackid", "topology.kubernetes.io/rack")
-REAL_ANNOTATION = "huawei.com/AscendReal"  # the devices that the plugin really gave
 DEVICE_NAMES = frozenset(profile.resource_name for profile in PROFILES.values() if profile.resource_name)
 MOST_DEVICES = 128  # of one kind in a node; what there is more of (shares of memory, handles of /dev/kvm) is not one by one somebody's
 GONE_SECONDS = 60.0  # a node not ready for so long has lost its pods
 _NO_DEVICES = ClaimedDevices("", ())
+_STAYING = ("DaemonSet", "Node", "StatefulSet", "ReplicaSet", "ReplicationController")  # whose pods are there for good; those of Node are static ones
 _SLOWED = 1.15  # step time assumed of a node with an NPU in sub-health
 
 
 @dataclass(frozen=True)
 class Use:
-    """What one pod takes of its node. ``npus`` None: so many that nobody names."""
+    """What one pod takes of its node. ``npus`` None: so many that nobody names; ``stays``: it does not end by itself, and nobody here ends it."""
 
     holder: str
     millicores: int
     memory_bytes: int
     count: int
     npus: tuple[int, ...] | None
+    stays: bool = False
 
 
 def _metadata(body: Body) -> Body:
@@ -67,32 +70,22 @@ def holds_room(pod: Body) -> bool:
     return (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed") and bool(node_of(pod))
 
 
-def _asked(container: Body, name: str, parts: int) -> int:
-    resources = container.get("resources") or {}
-    value = (resources.get("requests") or {}).get(name, (resources.get("limits") or {}).get(name, 0))
-    return whole(value, parts)
-
-
 def use_of(pod: Body, resource_names: Collection[str]) -> Use:
-    """What a pod takes; init containers run before the others and take no more than the larger of both."""
+    """What a pod takes."""
     spec, metadata = pod.get("spec") or {}, _metadata(pod)
-    containers, first = spec.get("containers") or (), spec.get("initContainers") or ()
-
-    def total(name: str, parts: int = 1) -> int:
-        return max(sum(_asked(container, name, parts) for container in containers), max((_asked(container, name, parts) for container in first), default=0))
-
-    asked = {name: total(name) for name in resource_names}
-    name = max(asked, key=lambda name: asked[name], default="")
-    count = asked.get(name, 0)
+    devices = {name: asked(spec, name) for name in resource_names}
+    name = max(devices, key=lambda name: devices[name], default="")
+    count = devices.get(name, 0)
     annotations = metadata.get("annotations") or {}
     said = annotations.get(REAL_ANNOTATION) or annotations.get(NPUS_ANNOTATION) or annotations.get(name) or ""
     npus = device_indices(said)
     return Use(
         holder=f"{metadata.get('namespace', 'default')}/{metadata.get('name', '')}",
-        millicores=total("cpu", 1000),
-        memory_bytes=total("memory"),
+        millicores=asked(spec, "cpu", 1000),
+        memory_bytes=asked(spec, "memory"),
         count=max(count, len(npus)) if NPUS_ANNOTATION in annotations else count,
         npus=npus if npus and len(npus) >= count else None,
+        stays=any(owner.get("controller") and owner.get("kind") in _STAYING for owner in metadata.get("ownerReferences") or ()),
     )
 
 
@@ -222,6 +215,8 @@ def _node(
     except ValueError:
         said = 1.0
     slow = max(1.0, said) if math.isfinite(said) else 1.0
+    staying = [use for use in uses if use.stays]
+    keepers = {use.holder for use in staying}
     return Node(
         name=metadata["name"],
         capacity=capacity,
@@ -244,4 +239,7 @@ def _node(
         free_millicores=millicores - sum(use.millicores for use in uses),
         free_memory_bytes=memory_bytes - sum(use.memory_bytes for use in uses),
         free_pods=quantity(usable.get("pods", 110)) - len(uses),
+        kept=rings.mask_of([npu for npu, holder in held.items() if holder in keepers]),
+        kept_millicores=sum(use.millicores for use in staying),
+        kept_memory_bytes=sum(use.memory_bytes for use in staying),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from semantide.operators.actions import Remove
 from semantide.operators.pod_template import Container, child_name, full_template, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
-from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, table_name
+from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, has_ranks, ranks_per_pod, reads_table, table_name
 from semantide.operators.resources import (
     ATTEMPT_LABEL,
     ELASTIC_ANNOTATION,
@@ -45,11 +45,6 @@ def pod_names(job: NPUJob, attempt: int, count: int) -> tuple[str, ...]:
     return tuple(f"{gang_name(job, attempt)}-{rank}" for rank in range(count))
 
 
-def ranks_per_pod(job: NPUJob) -> int:
-    """Processes in one pod: one per NPU, a single one without NPUs."""
-    return max(1, job.spec.npus_per_pod)
-
-
 def resource_name(job: NPUJob) -> str:
     """The name under which Kubernetes counts the job's NPUs."""
     return job.spec.resource_name or profile_of(job.spec.profile).resource_name
@@ -77,7 +72,7 @@ def gang_remains(job: NPUJob, attempt: int, settings: OperatorSettings) -> tuple
     gang, npus = gang_name(job, attempt), job.spec.npus_per_pod
     several = job.spec.most_pods > 1
     kinds = (
-        ("v1", "ConfigMap", table_name(gang), several or npus),
+        ("v1", "ConfigMap", table_name(gang), has_ranks(job, job.spec.most_pods)),
         ("v1", "Service", gang, several and settings.rendezvous == "dns"),
         ("resource.k8s.io/v1", "ResourceClaimTemplate", gang, npus and settings.dynamic_resources),
         (POD_GROUPS.get(job.spec.scheduler, ""), "PodGroup", gang, job.spec.scheduler in POD_GROUPS),
@@ -114,7 +109,7 @@ def _pod(
         restart="Never",
         node=mine.node,
         stop_seconds=settings.stop_seconds,
-        volumes=({"name": "semantide-ranks", "configMap": {"name": table_name(gang), "optional": True}},) if len(placement) > 1 or mine.npus else (),
+        volumes=({"name": "semantide-ranks", "configMap": {"name": table_name(gang), "optional": True}},) if has_ranks(job, len(placement)) else (),
         mounts=({"name": "semantide-ranks", "mountPath": RANKS_FOLDER, "readOnly": True},),
     )
     manifest = pod_manifest(job, template, own)
@@ -150,10 +145,9 @@ def _environment(
         variables["MASTER_ADDR"] = "127.0.0.1"
     elif settings.rendezvous == "dns":
         variables["MASTER_ADDR"] = f"{placement[0].pod}.{gang}.{job.namespace}.svc"
-    else:
+    if has_ranks(job, len(placement)):
         variables["SEMANTIDE_MASTER_ADDRESS_FILE"] = ADDRESS_FILE
-    profile = profile_of(job.spec.profile)
-    if profile.name == "ascend" and job.spec.npus_per_pod:
+    if reads_table(job, len(placement)):
         variables["RANK_TABLE_FILE"] = TABLE_FILE
     return [
         *({"name": name, "value": value} for name, value in variables.items()),

@@ -18,11 +18,11 @@ from typing import Literal
 from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event
 from semantide.operators.conditions import since, with_conditions
 from semantide.operators.faults import cause_of, fault_of
-from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision, ranks_per_pod
+from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision
 from semantide.operators.job_reports import heard, slowness
 from semantide.operators.node import Node
 from semantide.operators.pods import USELESS, Pod, seconds_of, time_of
-from semantide.operators.rank_table import TOLD_ANNOTATION, rank_table_manifest
+from semantide.operators.rank_table import TOLD_ANNOTATION, has_ranks, rank_table_manifest
 from semantide.operators.resources import (
     JobPhase,
     NodeUntil,
@@ -49,12 +49,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Look:
-    """What one round knows of a job's surroundings. ``refusal`` is what the API server said when it would not write something for it."""
+    """What one round knows of a job's surroundings. ``now`` is seconds since 1970-01-01 UTC, ``steady`` the same moment by the clock that tells since when pods are
+    as they are; ``refusal`` is what the API server said when it would not write something for it."""
 
     job: NPUJob
     pods: Sequence[Pod]
     nodes: Mapping[str, Node]
     now: float
+    steady: float
     settings: OperatorSettings
     refusal: str = ""
 
@@ -232,16 +234,15 @@ def _await(look: Look, status: NPUJobStatus, missing: set[str], actions: tuple[A
         return _lost(look, _fallen(status), f"its pods, or what they need, cannot be made: {look.refusal}", counts=False)
     refusing = [pod for pod in look.gang.values() if pod.unschedulable_since is not None]
     if own:
-        late = [pod for pod in refusing if now - (pod.unschedulable_since or now) > settings.unschedulable_seconds]
+        late = [pod for pod in refusing if look.steady - (pod.unschedulable_since or look.steady) > settings.unschedulable_seconds]
         if late:
             places = {place.pod: place.node for place in status.placement}
             status = _avoiding(look, status, {places[pod.name]: pod.waits_for for pod in late if pod.name in places})
             return _lost(
                 look, _fallen(status), f"Kubernetes' scheduler refuses {late[0].name} on {places.get(late[0].name, '?')}: {late[0].waits_for}", counts=False
             )
-    placing = _placing_since(look, status, refusing)
     waits = next((pod for pod in look.gang.values() if pod.waits_for), None)
-    if now - placing > settings.placing_seconds:
+    if _placing_seconds(look, status, refusing) > settings.placing_seconds:
         cause = f": {waits.name} waits for {waits.waits_for}" if waits else ""
         return _lost(look, _fallen(status), f"not all pods ran within {settings.placing_seconds:.0f} seconds{cause}", counts=not refusing)
     manifests = gang_manifests(job, status.placement, status.attempt, settings, now) if missing else []
@@ -262,14 +263,14 @@ def _fallen(status: NPUJobStatus) -> NPUJobStatus:
     return status.model_copy(update={"failed_placings": status.failed_placings + 1})
 
 
-def _placing_since(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) -> float:
-    """Since when all pods of a gang are meant to run. One that another scheduler places may stand long in that one's line, where it holds nothing; once a first pod
+def _placing_seconds(look: Look, status: NPUJobStatus, refusing: Sequence[Pod]) -> float:
+    """How long all pods of a gang have been meant to run. One that another scheduler places may stand long in that one's line, where it holds nothing; once a first pod
     is on its node the others must follow."""
-    placed = seconds_of(status.placed_time) or look.now
+    placing = look.now - (seconds_of(status.placed_time) or look.now)
     if look.job.spec.scheduler == "own":
-        return placed
-    on_nodes = [pod.bound or placed for pod in look.gang.values() if pod.node]
-    return min(on_nodes) if on_nodes else look.now if refusing else placed
+        return placing
+    on_nodes = [look.steady - pod.bound_since for pod in look.gang.values() if pod.bound_since is not None]
+    return max(on_nodes) if on_nodes else 0.0 if refusing else placing
 
 
 def _lost(look: Look, status: NPUJobStatus, cause: str, *, counts: bool, saves: bool = False) -> Step:
@@ -329,7 +330,7 @@ def ends(look: Look, pods: Sequence[Pod], grace_seconds: int | None = None) -> t
     """Delete these pods: in their own time, at once where their node cannot answer or their time is long over."""
     result = []
     for pod in pods:
-        stuck = pod.delete_by is not None and look.now > pod.delete_by + STUCK_SECONDS
+        stuck = pod.delete_by is not None and look.steady > pod.delete_by + STUCK_SECONDS
         if look.on_lost_node(pod) or stuck:
             result.append(DeletePod(pod.namespace, pod.name, pod.uid, 0))
         elif not pod.deleting:
@@ -353,12 +354,12 @@ def _tell_ranks(look: Look, status: NPUJobStatus) -> tuple[Action, ...]:
     """Once every pod has an address, the table of ranks; and a touch of the pods, at which their kubelets read it."""
     job = look.job
     pods = sorted(look.gang.values(), key=lambda pod: pod.rank)
-    if len(pods) < len(status.placement) or not all(pod.address for pod in pods) or (len(pods) == 1 and not status.placement[0].npus):
+    if len(pods) < len(status.placement) or not all(pod.address for pod in pods) or not has_ranks(job, len(pods)):
         return ()
     untold = [pod for pod in pods if TOLD_ANNOTATION not in pod.annotations and not pod.finished]
     if not untold:
         return ()
-    table = rank_table_manifest(job, gang_name(job, status.attempt), pods, ranks_per_pod(job))
+    table = rank_table_manifest(job, gang_name(job, status.attempt), pods, look.settings)
     return (Create(table), *(AnnotatePod(pod.namespace, pod.name, pod.uid, {TOLD_ANNOTATION: "completed"}) for pod in untold))
 
 

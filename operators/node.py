@@ -36,7 +36,7 @@ class Node:
     ``healthy`` holds the NPUs that a new pod may get; ``lost`` those whose holder must leave (a fault that stops its work).
     ``slow`` is the step time of gangs here over what it should be: 1.25 is a quarter slower. ``unusable`` says why no new
     pod may come; ``gone`` that pods which were here are lost. Processor time, memory and pods: what pods may have in all, and
-    what others left of it.
+    what others left of it; ``kept_...`` is what those have that never end by themselves and are not ours (daemons, replicas of others), ``kept`` their NPUs.
     """
 
     name: str
@@ -58,6 +58,9 @@ class Node:
     free_millicores: float = math.inf
     free_memory_bytes: float = math.inf
     free_pods: float = math.inf
+    kept: int = 0
+    kept_millicores: float = 0.0
+    kept_memory_bytes: float = 0.0
 
     @cached_property
     def free(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 _SUFFIXES = {
     "n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
@@ -17,7 +18,12 @@ def quantity(text: str | float) -> float:
 
     Raises: ValueError.
     """
-    found = _QUANTITY.fullmatch(str(text).strip())
+    return _number(str(text).strip())
+
+
+@lru_cache(maxsize=1 << 14)
+def _number(text: str) -> float:
+    found = _QUANTITY.fullmatch(text)
     if found is None or found[2] not in _SUFFIXES:
         raise ValueError(f"{text!r} is no quantity: write it like 2, 500m or 16Gi")
     return float(found[1]) * _SUFFIXES[found[2]]

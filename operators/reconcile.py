@@ -62,8 +62,9 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     for pod in snapshot.pods:
         owned[pod.namespace, pod.owner].append(pod)  # a pod of another namespace that names an owner here is none of its own
     fleet = Fleet(nodes.values())
+    steady = snapshot.now if snapshot.steady is None else snapshot.steady
     looks = {
-        job.key: Look(job, owned[job.namespace, job.metadata.uid], nodes, snapshot.now, settings, snapshot.refusals.get(_label(job), ""))
+        job.key: Look(job, owned[job.namespace, job.metadata.uid], nodes, snapshot.now, steady, settings, snapshot.refusals.get(_label(job), ""))
         for job in snapshot.jobs
     }
     stumbles = dict(snapshot.unread)
@@ -78,6 +79,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
             owned[service.namespace, service.metadata.uid],
             nodes,
             snapshot.now,
+            steady,
             settings,
             snapshot.loads.get(service.key, ()),
             service.metadata.uid in snapshot.fronts,

@@ -14,7 +14,8 @@ _OBSTACLES_NAMED = 4
 
 @dataclass(frozen=True)
 class Survey:
-    """What the nodes that may carry pods of one shape have: ``fitting`` pods fit now and ``fitting_empty`` if nothing else ran there.
+    """What the nodes that may carry pods of one shape have: ``fitting`` pods fit now and ``fitting_empty`` if nothing else ran there but what stays for good;
+    ``staying``: without that more would fit.
 
     ``most``, ``offered`` and ``missing_label`` are looked for where no node may carry any.
     """
@@ -27,6 +28,7 @@ class Survey:
     largest_ring: int
     fitting: int
     fitting_empty: int
+    staying: bool
     unhealthy: int
     most: int
     offered: tuple[str, ...]
@@ -54,7 +56,8 @@ class Survey:
         where = f"on the {_count(self.able, 'node')} that may carry {'it' if len(request.pods) == 1 else 'them'}"
         if not self.ever(request):
             sick = f" ({_count(self.unhealthy, 'NPU')} there {'is' if self.unhealthy == 1 else 'are'} unhealthy)" if self.unhealthy else ""
-            return [f"even when nothing else runs only {_fit(self.fitting_empty)} {where}{sick}"]
+            beside = " but what others keep there for good" if self.staying else ""
+            return [f"even when nothing else runs{beside} only {_fit(self.fitting_empty)} {where}{sick}"]
         if not shape.npus:
             return [f"{_fit(self.fitting)} now {where}"]
         free = f"{self.free:,} {'is' if self.free == 1 else 'are'} free on {_count(self.with_room, 'node')}, at most {self.largest_ring:,} of them in one ring"
@@ -125,6 +128,7 @@ def survey(shape: Shape, fleet: Fleet, fitting: int) -> Survey:
         largest_ring=max((rings.largest_run(*mask) for mask in masks), default=0),
         fitting=fitting,
         fitting_empty=found.pods_when_empty,
+        staying=found.staying,
         unhealthy=found.unhealthy,
         most=max((node.capacity for node in fleet.nodes if node.resource_name == shape.resource_name), default=0) if not masks else 0,
         offered=tuple(sorted({node.resource_name for node in fleet.nodes if node.resource_name})) if not masks else (),

@@ -8,8 +8,8 @@ from typing import Any
 
 from semantide.operators.affinity import Expression, node_terms
 from semantide.operators.node import Node, Taint
+from semantide.operators.pod_resources import asked
 from semantide.operators.profiles import profile_of
-from semantide.operators.quantities import whole
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,13 @@ def shape_of(profile: str, resource_name: str, npus: int, template: Mapping[str,
     tolerations = tuple(
         Toleration(**{key: str(entry[key]) for key in ("key", "operator", "value", "effect") if entry.get(key)}) for entry in template.get("tolerations") or ()
     )
-    resources = template.get("resources") or {}
-    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    spec = {"containers": [{"resources": template.get("resources")}], "initContainers": template.get("initContainers")}
     return Shape(
         npus=npus,
         resource_name=name if npus else "",
         aligned=kind.aligned,
-        millicores=whole(asked.get("cpu", 0), 1000),
-        memory_bytes=whole(asked.get("memory", 0)),
+        millicores=asked(spec, "cpu", 1000),
+        memory_bytes=asked(spec, "memory"),
         terms=terms,
         tolerations=tolerations,
         together=together,

@@ -13,8 +13,9 @@ from threading import Lock
 
 from semantide.operators.actions import Action
 from semantide.operators.balancing import ReplicaLoad
-from semantide.operators.cluster import Api, carry_out
+from semantide.operators.cluster import Api, Body, carry_out
 from semantide.operators.device_health import CONFIG_MAP_PREFIX
+from semantide.operators.extracts import extract_of
 from semantide.operators.meters import Meters
 from semantide.operators.pods import time_of
 from semantide.operators.reconcile import Round, reconcile_all
@@ -94,8 +95,8 @@ class Rounds:
         settings = self.settings
         if now - self._listed >= settings.relist_seconds:
             for kind in WATCHED:
-                self.cache.settle(kind, self.api.list(kind, "" if kind == "Node" else settings.namespace))
-            self.cache.settle("Service", self.api.list("Service", settings.namespace, f"{MANAGED_BY_LABEL}={MANAGED_BY}"))
+                self.cache.settle(kind, self.api.list(kind, "" if kind == "Node" else settings.namespace, keep=extract_of))
+            self.cache.settle("Service", self.api.list("Service", settings.namespace, f"{MANAGED_BY_LABEL}={MANAGED_BY}", keep=extract_of))
             self._listed = now
         if now - self._asked_devices >= settings.device_info_seconds:
             self._asked_devices = now
@@ -107,10 +108,10 @@ class Rounds:
 
     def _reports(self) -> DeviceReports:
         settings = self.settings
-        config_maps = self.api.list("ConfigMap", settings.device_info_namespace).items if settings.device_info_namespace else []
+        config_maps = self.api.list("ConfigMap", settings.device_info_namespace, keep=_device_info).items if settings.device_info_namespace else []
         claimed = settings.dynamic_resources
         return DeviceReports(
-            tuple(body for body in config_maps if body["metadata"]["name"].startswith(CONFIG_MAP_PREFIX)),
+            tuple(config_maps),
             tuple(self.api.list("ResourceSlice").items if claimed else ()),
             tuple(self.api.list("ResourceClaim", settings.namespace).items if claimed else ()),
         )
@@ -157,3 +158,8 @@ class Rounds:
             self._listed = float("-inf")
         except SemantideError as error:
             _log.info("%s %s/%s cannot be read: %s", kind, namespace, name, error)
+
+
+def _device_info(body: Body) -> Body | None:
+    """What a device plugin says of a node; any other ConfigMap is nobody's business here."""
+    return body if body["metadata"]["name"].startswith(CONFIG_MAP_PREFIX) else None

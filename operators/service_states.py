@@ -26,13 +26,15 @@ _UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unread
 
 @dataclass(frozen=True)
 class ServiceLook:
-    """What one round knows of a service's surroundings. ``loads`` are of the replicas that answered; ``fronted``: its Service is there;
+    """What one round knows of a service's surroundings. ``now`` is seconds since 1970-01-01 UTC, ``steady`` the same moment by the clock that tells since when pods
+    are as they are; ``loads`` are of the replicas that answered; ``fronted``: its Service is there;
     ``refusal`` is what the API server said when it would not write something for it."""
 
     service: NPUService
     pods: Sequence[Pod]
     nodes: Mapping[str, Node]
     now: float
+    steady: float
     settings: OperatorSettings
     loads: Sequence[ReplicaLoad] = ()
     fronted: bool = True
@@ -45,7 +47,7 @@ class ServiceLook:
     def refused(self, pod: Pod) -> bool:
         """Whether Kubernetes' scheduler has long said that the pod does not fit where it was placed."""
         since = pod.unschedulable_since
-        return since is not None and not pod.node and not pod.deleting and self.now - since > self.settings.unschedulable_seconds
+        return since is not None and not pod.node and not pod.deleting and self.steady - since > self.settings.unschedulable_seconds
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,7 @@ def _serves_no_more(look: ServiceLook, pod: Pod) -> bool:
     """Whether nothing is lost with a replica: it never ran, or has not answered for long."""
     if pod.ready:
         return False
-    since = pod.created if pod.unready_since is None else pod.unready_since
-    return pod.phase == "Pending" or look.now - since > _UNREADY_SECONDS
+    return pod.phase == "Pending" or (pod.unready_since is not None and look.steady - pod.unready_since > _UNREADY_SECONDS)
 
 
 def _planned(look: ServiceLook, status: NPUServiceStatus, revision: str) -> list[PodPlacement]:
@@ -250,7 +251,7 @@ def _npu_failed(look: ServiceLook, pod: Pod) -> bool:
 def _end(look: ServiceLook, pods: Sequence[Pod]) -> tuple[Action, ...]:
     result = []
     for pod in pods:
-        stuck = pod.delete_by is not None and look.now > pod.delete_by + STUCK_SECONDS
+        stuck = pod.delete_by is not None and look.steady > pod.delete_by + STUCK_SECONDS
         if look.lost(pod) or stuck:
             result.append(DeletePod(pod.namespace, pod.name, pod.uid, 0))
         elif not pod.deleting:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from semantide.operators.balancing import ReplicaLoad
 from semantide.operators.claimed_devices import claimed_devices
 from semantide.operators.cluster import Body, Listing
+from semantide.operators.extracts import extract_of
 from semantide.operators.inventory import DEVICE_NAMES, label_of, read_nodes, ready
 from semantide.operators.node import Node
-from semantide.operators.pods import Pod
+from semantide.operators.pods import Pod, sights_of
 from semantide.operators.resources import JOB_KIND, SERVICE_KIND, NPUJob, NPUService
 from semantide.operators.settings import OperatorSettings
 
@@ -44,7 +45,7 @@ class DeviceReports:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC; ``loads`` are the services' by their key; ``fronts`` are the uids of those that own a Service;
+    """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC, ``steady`` the same moment by the clock that tells since when pods are as they are (None: that one too); ``loads`` are the services' by their key; ``fronts`` are the uids of those that own a Service;
     ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round; ``unread`` what is wrong with pods and nodes that
     cannot be read."""
 
@@ -58,18 +59,20 @@ class Snapshot:
     fronts: frozenset[str] = frozenset()
     refusals: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, Exception] = field(default_factory=dict)
+    steady: float | None = None
 
 
 class ObjectCache:
     """The newest known state of every object of the watched kinds. Safe to use from several threads.
 
-    ``clock`` counts seconds from anywhere and never back: since when a node is not ready is told by it, for clocks of machines are never compared.
+    ``clock`` counts seconds from anywhere and never back: since when a node is not ready, and a pod of ours as it is, is told by it, for clocks of machines are never compared.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = Lock()
         self._silent: dict[str, float] = {}
+        self._sights: dict[str, dict[str, float]] = {}
         self._objects: dict[str, dict[tuple[str, str], Body]] = {}
         self._gone: dict[str, None] = {}
         self._read: dict[str, tuple[str, Any]] = {}
@@ -142,6 +145,7 @@ class ObjectCache:
             loads=loads or {},
             refusals=refusals or {},
             unread=unread,
+            steady=self._clock(),
             fronts=frozenset(owner["uid"] for body in self.bodies("Service") for owner in body["metadata"].get("ownerReferences") or ()),
         )
 
@@ -157,7 +161,7 @@ class ObjectCache:
     def _pod(self, body: Body, unread: dict[str, Exception]) -> Pod | None:
         """The pod; None for one that cannot be read, which may be anybody's and must not stop the rest."""
         try:
-            return self._parsed(body, Pod.parse)
+            return self._parsed(body, lambda body: Pod.parse(body, self._sights.get(body["metadata"].get("uid", ""), {})))
         except Exception as error:
             unread[label_of(body)] = error
             return None
@@ -185,9 +189,22 @@ class ObjectCache:
                 self._silent.pop(metadata["name"], None)
             else:
                 self._silent.setdefault(metadata["name"], self._clock())
-        # Who wrote which field is half of an object, and of no use here.
-        objects[_key(body)] = {**body, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
+        kept = extract_of(body)
+        if body["kind"] == "Pod":
+            self._see(kept)
+        objects[_key(body)] = kept
         return True
+
+    def _see(self, pod: Body) -> None:
+        """Since when a pod of ours is as it is."""
+        uid = pod["metadata"].get("uid", "")
+        known = self._sights.pop(uid, {})
+        try:
+            sights = {name: known.get(name, self._clock()) for name in sights_of(pod)}
+        except (AttributeError, TypeError, KeyError):
+            return  # its reader says what is wrong with it
+        if sights:
+            self._sights[uid] = sights
 
     def _drop(self, body: Body) -> None:
         uid = body["metadata"].get("uid", "")
@@ -198,6 +215,7 @@ class ObjectCache:
             if body["kind"] == "Node":
                 self._silent.pop(body["metadata"]["name"], None)
         self._read.pop(uid, None)
+        self._sights.pop(uid, None)
         self._gone[uid] = None
         while len(self._gone) > _REMEMBERED_DELETIONS:
             del self._gone[next(iter(self._gone))]

@@ -5,7 +5,7 @@
     exit status           0 succeeded, 75 (AGAIN) shall be started again, 65 (FAILED) shall not be; anything else: started again and counted as a crash
 
 The operator says where this pod stands, as torchrun would: WORLD_SIZE (ranks of all pods), LOCAL_WORLD_SIZE (ranks of this one), RANK (its first), MASTER_PORT, and MASTER_ADDR
-or a file that will hold it, since no address is known before all pods have one. An NPUJob that was made by hand has no record yet: the operator says what it is about.
+or a file that will hold it, since no address is known before all pods have one; beside that file lies RANK_TABLE_FILE, where there is a table. An NPUJob that was made by hand has no record yet: the operator says what it is about.
 A rank that is lost ends its pod, whereupon the operator starts all pods again. All pods see one data folder, where ranks leave what they have to say of their end.
 """
 
@@ -39,7 +39,9 @@ from semantide.shared.telemetry import logger
 _LOOK_SECONDS = 0.1
 _MASTER_FILE = "SEMANTIDE_MASTER_ADDRESS_FILE"
 _GANG_JOB = "SEMANTIDE_GANG_JOB"
-_OF_THE_POD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", _MASTER_FILE, _GANG_JOB)  # a rank is told its own
+_TABLE_FILE = "RANK_TABLE_FILE"
+# A rank is told its own.
+_OF_THE_POD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", _MASTER_FILE, _TABLE_FILE, _GANG_JOB)
 _RANK_FOLDERS = ("checkpoints", "model", "ranks", "beats*")
 
 WatchRanks = Callable[[Path], AbstractContextManager[Any]]
@@ -47,13 +49,14 @@ WatchRanks = Callable[[Path], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a pod stands among those that do one job together."""
+    """Where a pod stands among those that do one job together. ``master`` is empty until ``master_file`` says it; ``table_file`` is read by ranks, once it is there."""
 
     ranks: int = 1
     first: int = 0
     world: int = 1
     master: str = "127.0.0.1"
     master_file: Path | None = None
+    table_file: Path | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.ranks <= self.world and 0 <= self.first <= self.world - self.ranks and self.first % self.ranks == 0):
@@ -66,18 +69,18 @@ class Place:
         Raises: ValueError for numbers that do not go together.
         """
         ranks, first, world = (int(environment.get(name) or default) for name, default in (("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("WORLD_SIZE", 1)))
-        told = environment.get(_MASTER_FILE)
-        return cls(ranks, first, world, environment.get("MASTER_ADDR") or "127.0.0.1", Path(told) if told and world > ranks else None)
+        told, table = (Path(said) if (said := environment.get(name)) and world > 1 else None for name in (_MASTER_FILE, _TABLE_FILE))
+        return cls(ranks, first, world, environment.get("MASTER_ADDR") or ("127.0.0.1" if told is None else ""), told, table)
 
     def found(self, stopping: Callable[[], bool]) -> Place:
-        """With the first rank's address, once it is known; when ``stopping`` says so, without."""
+        """Once all pods have an address, with the first rank's; when ``stopping`` says so, without."""
         address = ""
         while self.master_file is not None and not address and not stopping():
             with suppress(OSError):
                 address = self.master_file.read_text().strip()
             if not address:
                 time.sleep(_LOOK_SECONDS)
-        return replace(self, master=address, master_file=None) if address else self
+        return replace(self, master=self.master or address, master_file=None) if address else self
 
     @property
     def pod(self) -> int:
@@ -98,6 +101,8 @@ class Place:
             "WORLD_SIZE": str(self.world),
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "GROUP_RANK": str(self.pod),
+            # Without it HCCL asks around; told of a file that is not there it would fail.
+            **({_TABLE_FILE: str(self.table_file)} if self.table_file is not None and self.table_file.exists() else {}),
         }
 
 

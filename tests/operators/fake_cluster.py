@@ -32,15 +32,15 @@ class FakeCluster:
         self._versions, self._uids = count(1), count(1)
         self.version = 0
 
-    def list(self, kind: str, namespace: str = "", labels: str = "") -> Listing:
+    def list(self, kind: str, namespace: str = "", labels: str = "", keep: Callable[[Body], Body | None] = dict) -> Listing:
         self._called("list", kind, "")
         wanted = dict(term.split("=", 1) for term in labels.split(",") if term)
         found = [
-            deepcopy(body)
+            keep(deepcopy(body))
             for (of, where, _), body in sorted(self.objects.items())
             if of == kind and namespace in ("", where) and all((body["metadata"].get("labels") or {}).get(key) == value for key, value in wanted.items())
         ]
-        return Listing(found, str(self.version))
+        return Listing([body for body in found if body is not None], str(self.version))
 
     def get(self, kind: str, namespace: str, name: str, api_version: str = "") -> Body:
         self._called("get", kind, name)

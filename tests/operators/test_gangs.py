@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, pod_names
 from semantide.operators.pod_template import merged, owner_label
-from semantide.operators.pods import Pod
-from semantide.operators.rank_table import rank_table
 from semantide.operators.resources import NPUJob, PodPlacement
 from semantide.operators.settings import OperatorSettings
 
@@ -128,27 +126,3 @@ def test_another_gang_is_wanted_only_when_pods_would_differ() -> None:
         {"scheduler": "volcano"},
     )
     assert len({job_revision(job(**spec)) for spec in (*other, {})}) == len(other) + 1
-
-
-def test_the_table_takes_what_the_device_plugin_says() -> None:
-    said = {"server_id": "10.0.0.9", "devices": [{"device_id": "5", "device_ip": "192.168.100.5"}, {"device_id": "4", "device_ip": "192.168.100.4"}]}
-    pods = [
-        Pod("lab", "p-0", "u0", rank=0, address="10.1.0.1", host_address="10.0.0.1", npus=(0, 1)),
-        Pod("lab", "p-1", "u1", rank=1, address="10.1.0.2", annotations={"ascend.kubectl.kubernetes.io/ascend-910-configuration": json.dumps(said)}),
-    ]
-    table = rank_table(pods, 2)
-    assert (table["status"], table["version"], table["server_count"]) == ("completed", "1.0", "2")
-    first, second = table["server_list"]
-    assert first["server_id"] == "10.0.0.1" and [device["rank_id"] for device in first["device"]] == ["0", "1"]
-    assert second["server_id"] == "10.0.0.9"
-    assert second["device"] == [
-        {"device_id": "4", "device_ip": "192.168.100.4", "rank_id": "2"},
-        {"device_id": "5", "device_ip": "192.168.100.5", "rank_id": "3"},
-    ]
-
-
-@pytest.mark.parametrize("devices", ["none", [5], [{"device_id": "NPU-5"}], [{}]])
-def test_the_table_passes_over_what_the_device_plugin_says_in_another_form(devices: Any) -> None:
-    said = {"ascend.kubectl.kubernetes.io/ascend-910-configuration": json.dumps({"devices": devices})}
-    (server,) = rank_table([Pod("lab", "p-0", "u0", host_address="10.0.0.1", npus=(0, 1), annotations=said)], 2)["server_list"]
-    assert [device["device_id"] for device in server["device"]] == ["0", "1"]

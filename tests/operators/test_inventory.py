@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from semantide.operators.claimed_devices import claimed_devices
 from semantide.operators.inventory import read_nodes
 from semantide.operators.node import NPU, Taint
-from semantide.operators.request import shape_of
+from semantide.operators.placement import place
+from semantide.operators.refusal import Refusal
+from semantide.operators.request import Request, Shape, shape_of
 
 ASCEND = "huawei.com/Ascend910"
 
@@ -152,3 +154,21 @@ def test_a_name_that_a_job_asks_for_hides_no_devices() -> None:
     assert (found.resource_name, found.capacity, found.held) == ("example.com/fast", 16, {})
     (found,) = read_nodes([body], [user], resource_names=names[:1])
     assert (found.resource_name, found.capacity, found.held) == ("", 0, {}), "so many are no devices"
+
+
+@given(kind=st.sampled_from(["DaemonSet", "ReplicaSet", "Job", "NPUJob", ""]), npus=st.integers(0, 6), asked=st.integers(1, 8))
+def test_a_job_that_never_fits_beside_what_stays_is_told_so(kind: str, npus: int, asked: int) -> None:
+    other = pod("other", npus, annotations={"semantide.io/npus": ",".join(map(str, range(npus)))} if npus else {})
+    other["metadata"]["ownerReferences"] = [{"kind": kind, "uid": "u", "controller": True}] if kind else []
+    stays = kind in ("DaemonSet", "ReplicaSet")
+    (found,) = read_nodes([node()], [other])
+    assert (found.kept_millicores, found.kept_memory_bytes, found.kept) == ((2500, 4 * 2**30, (1 << npus) - 1) if stays else (0, 0, 0))
+    for shape, fits in (
+        (Shape(npus=asked, resource_name=ASCEND, aligned=False), 8 - npus * stays >= asked),
+        (Shape(millicores=95500 - 2499 * (asked % 2)), not stays),
+    ):
+        request = Request("lab/train", ("p",), shape)
+        result = place(request, [found])
+        if isinstance(result, Refusal):
+            assert result.survey.ever(request) == fits
+            assert ("for good" in result.reason) == (not fits)

@@ -73,3 +73,18 @@ def test_every_pod_goes_by_what_the_operator_says(make_room: Callable[[str], Any
     with pytest.raises(_Begun):
         pod.run_pod(job.id, place, ["x"], lambda _: nullcontext(), told, room.store, room.broker, room.queues)
     assert given == [123.0]
+
+
+@pytest.mark.parametrize("told", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "p-0.gang.lab.svc"}])
+@pytest.mark.parametrize("written", [True, False])
+def test_ranks_hear_of_a_table_only_where_there_is_one(tmp_path: Path, told: dict[str, str], written: bool) -> None:
+    address, table = tmp_path / "master-address", tmp_path / "hccl.json"
+    said = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SEMANTIDE_MASTER_ADDRESS_FILE": str(address), "RANK_TABLE_FILE": str(table), **told}
+    place = Place.of(said)
+    assert place.found(lambda: True).master_file is not None, "nobody begins before the table could be there"
+    address.write_text("10.0.0.7")
+    if written:
+        table.write_text("{}")
+    environment = place.found(lambda: False).environment(3)
+    assert environment["MASTER_ADDR"] == told.get("MASTER_ADDR", "10.0.0.7") and environment["RANK"] == "3"
+    assert environment.get("RANK_TABLE_FILE") == (str(table) if written else None)
