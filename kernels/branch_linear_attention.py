@@ -68,6 +68,11 @@ class Branches:
         self.begins_J = offsets_B1[self.sequences_J]
         self._tiles: dict[tuple[int, int], tuple[Tensor, tuple[TilePart, ...]]] = {}
 
+    def inputs_before(self, x_TC: Tensor, many: int) -> Tensor:
+        """The last so many rows of the trunk that each branch sees, oldest first, and zeros before a sequence's first: [T, C] -> [J, many, C]."""
+        rows_JQ = self.ends_J[:, None] + torch.arange(-many, 0, device=x_TC.device)
+        return x_TC[rows_JQ.clamp(min=0)].masked_fill((rows_JQ < self.begins_J[:, None]).unsqueeze(-1), 0)
+
     def tiles(self, run: int, most: int) -> tuple[Tensor, tuple[TilePart, ...]]:
         """The branches' tokens tile by tile, [I], and the tiles, at most so many in a group, for chunks of so many tokens; worked out once for all layers."""
         if (run, most) not in self._tiles:
@@ -160,6 +165,11 @@ def branch_linear_attention(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tens
 @branch_linear_attention.register("npu")
 def branch_linear_attention_tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, branches: Branches, rule: Rule) -> Tensor:
     """One walk over the trunk, and products with the states that its chunks began with; no table is kept for the way back."""
+    with torch.autocast(v_THe.device.type, enabled=False):
+        return _tiled(q_TGd, k_TGd, v_THe, g, beta_TH, branches, rule)
+
+
+def _tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, branches: Branches, rule: Rule) -> Tensor:
     trunk, given = branches.trunk, (q_TGd, k_TGd, v_THe, g, beta_TH)
     walked = linear_chunks(*(None if x is None else x[:trunk] for x in given), branches.offsets_B1, None, rule)  # type: ignore[arg-type]
     own = [None if x is None else x[trunk:] for x in given]

@@ -109,7 +109,8 @@ def linear_chunks(
 
         walker = TRITON
     if walker is None:
-        return _by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
+        with torch.autocast(v_THe.device.type, enabled=False):
+            return _by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
     return walk(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, walker, chunks)
 
 

@@ -49,7 +49,7 @@ def compare(found, expected, rtol, atol):
         torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=atol * top, msg=lambda m, place=place: f"{place}: {m}")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(TRUNKS, st.sampled_from(RULES), st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.sampled_from([0.0, 0.01, 1.0, 30.0, 1e5]), st.sampled_from([1, 2, 10**6]))
 def test_a_branch_reads_what_a_sequence_of_what_it_sees_and_itself_does(trunks, rule, heads, decay, tiles):
     branches = branches_of(trunks)
@@ -85,7 +85,7 @@ def test_gradcheck(rule):
             rest = iter(given)
             return function(*(None if x is None else next(rest) for x in tensors), branches, rule)
 
-        assert torch.autograd.gradcheck(run, leaves)
+        assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -123,14 +123,14 @@ class Sizes(TorchDispatchMode):
 def test_no_branch_has_a_state_of_its_own_forward_or_backward(rule, dtype, monkeypatch):
     size, found = (72, 68), []
     monkeypatch.setattr(module, "_GROUP_BYTES", 2**18)
-    for many in (40, 80, 160):
+    for many in (40, 160):
         branches = branches_of([(130, [(place % 130, 2) for place in range(0, 3 * many, 3)])])
         tensors = inputs(branches, rule, (1, 1), size, dtype=dtype)
         with Sizes(size) as sizes:
             results(branch_linear_attention, tensors, branches, rule)
         found.append(sizes)
     assert {each.states for each in found} == {found[0].states} and found[0].states <= 9  # chunks have 16 tokens or more
-    assert found[2].largest <= 2 * found[1].largest
+    assert found[1].largest <= 4 * found[0].largest
 
 
 def test_branches_that_follow_nothing_are_refused():
