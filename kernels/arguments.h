@@ -167,7 +167,8 @@ struct SegmentOrder {
 };
 
 // `decay` and `beta` (null without the delta rule) lie row by row, as do all gradients; `chunks` is the first chunk of each sequence; `starts` and `unknown` are kept
-// for the backward pass, which is wanted where `grad_state` is given.
+// for the backward pass, which is wanted where `grad_state` is given; `grad_starts` and `grad_written` (each null where none is) are gradients of the states that
+// chunks began with and of what tokens wrote.
 struct LinearAttention {
   int64_t sequences, heads, share, size, value_size, per_channel, run;
   const float* q;
@@ -179,7 +180,7 @@ struct LinearAttention {
   const float *decay, *beta, *state;
   const int64_t *offsets, *chunks;
   float *out, *end, *starts, *unknown;
-  const float *grad_out, *grad_end;
+  const float *grad_out, *grad_end, *grad_starts, *grad_written;
   float *grad_q, *grad_k, *grad_v, *grad_decay, *grad_beta, *grad_state;
 };
 

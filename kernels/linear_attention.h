@@ -53,6 +53,12 @@ static void read_state(const float* from, int64_t size, int64_t value_size, int6
   else std::fill(to, to + size * width, 0.0f);
 }
 
+// to += from, whose rows have no room behind their numbers.
+static void add_rows(const float* from, int64_t size, int64_t numbers, int64_t width, float* to) {
+  for (int64_t r = 0; r < size; ++r)
+    for (int64_t c = 0; c < numbers; ++c) to[r * width + c] += from[r * numbers + c];
+}
+
 // Queries, keys, decays and the tables of pairs of a chunk.
 template <bool Delta, bool Each>
 static void begin_run(const LinearAttention& a, int64_t head, int64_t first, int64_t n, LinearWalk& w) {
@@ -156,6 +162,8 @@ static void linear_backward(const LinearAttention& a, int64_t sequence, int64_t 
     add_upper(n, registers, w.pairs.reads, grad_out, wide, w.grad_write, false);
     scale_run<Each>(n, width, w.k, w.decay.rest, 1.0f, w.scaled);
     product(n, registers, w.scaled, width, 1, w.grad_state, wide, a.size, w.grad_write, wide, true);
+    if (a.grad_written)
+      for (int64_t i = 0; i < n; ++i) add_rows(a.grad_written + (place + i * a.heads) * a.value_size, 1, a.value_size, wide, w.grad_write + i * wide);
     if (Delta) {
       // The triangular system turned, from the last token back; then every gradient times its share of writing, which is that of the value.
       for (int64_t r = (n - 1) / kRunStrip * kRunStrip; r >= 0; r -= kRunStrip) {
@@ -198,9 +206,11 @@ static void linear_backward(const LinearAttention& a, int64_t sequence, int64_t 
     fade_state<Each>(a.size, wide, w.decay.last, w.grad_state);
     scale_run<Each>(n, width, w.q, w.decay.fade, 1.0f, w.q);
     product(a.size, registers, w.q, 1, width, grad_out, wide, n, w.grad_state, wide, true);
-    if (!Delta) continue;
-    scale_run<Each>(n, width, w.k, w.decay.fade, -1.0f, w.k);
-    product(a.size, registers, w.k, 1, width, w.grad_write, wide, n, w.grad_state, wide, true);
+    if (Delta) {
+      scale_run<Each>(n, width, w.k, w.decay.fade, -1.0f, w.k);
+      product(a.size, registers, w.k, 1, width, w.grad_write, wide, n, w.grad_state, wide, true);
+    }
+    if (a.grad_starts) add_rows(a.grad_starts + (chunk * a.heads + head) * whole, a.size, a.value_size, wide, w.grad_state);
   }
   write_rows(w.grad_state, 0, wide, a.size, 1, a.value_size, 1.0f, a.grad_state + (sequence * a.heads + head) * whole, a.value_size);
 }

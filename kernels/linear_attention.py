@@ -26,7 +26,7 @@ from torch import Tensor
 
 from semantide.kernels.attention import packed_bounds
 from semantide.kernels.dispatch import kernel
-from semantide.kernels.linear_walk import NATIVE, walk
+from semantide.kernels.linear_walk import NATIVE, Walked, walk
 from semantide.kernels.native_jagged_fusion import native_library
 
 LOWEST = -1e4  # of a token's logarithm of decay: its exponential is zero in every type, and sums of it stay numbers
@@ -72,35 +72,59 @@ def linear_attention(
 
 
 @linear_attention.register("cpu")
-def linear_attention_native(
-    q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, offsets_B1: Tensor, state_BHde: Tensor | None, rule: Rule
-) -> tuple[Tensor, Tensor]:
-    """Chunk after chunk in C++, forward and backward, whatever the lengths; other types than float32 take the torch way."""
-    _check(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
-    packed_bounds(offsets_B1, len(v_THe))
-    if native_library(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde) is None:
-        return linear_attention_by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
-    return walk(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, NATIVE)
-
-
 @linear_attention.register("cuda")
 @linear_attention.register("npu")
-def linear_attention_triton(
+def linear_attention_chunked(
     q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, offsets_B1: Tensor, state_BHde: Tensor | None, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """One Triton program for each sequence, head and some channels of its values; float64, or a machine without Triton, takes the torch way."""
+    """Chunk after chunk, forward and backward, whatever the lengths: see ``linear_chunks``."""
+    found = linear_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule, False)
+    return found.out_THe, found.end_BHde
+
+
+def linear_chunks(
+    q_TGd: Tensor,
+    k_TGd: Tensor,
+    v_THe: Tensor,
+    g: Tensor,
+    beta_TH: Tensor | None,
+    offsets_B1: Tensor,
+    state_BHde: Tensor | None,
+    rule: Rule,
+    chunks: bool = True,
+) -> Walked:
+    """Linear attention with, where asked for, what sequences leave behind on their way: the states that chunks begin with and what tokens write.
+
+    On a CPU float32 is walked in C++; on other devices a Triton program walks for each sequence, head and some channels of its values. Other types, and machines
+    without either, take the torch way.
+    """
     _check(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
     packed_bounds(offsets_B1, len(v_THe))
-    if find_spec("triton") is None or v_THe.dtype == torch.float64:
-        return linear_attention_by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
-    from semantide.kernels.triton_linear_attention import TRITON
+    if v_THe.device.type == "cpu":
+        walker = NATIVE if native_library(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde) is not None else None
+    elif find_spec("triton") is None or v_THe.dtype == torch.float64:
+        walker = None
+    else:
+        from semantide.kernels.triton_linear_attention import TRITON
 
-    return walk(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, TRITON)
+        walker = TRITON
+    if walker is None:
+        with torch.autocast(v_THe.device.type, enabled=False):
+            return _by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
+    return walk(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, walker, chunks)
 
 
 def linear_attention_by_chunks(
     q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, offsets_B1: Tensor, state_BHde: Tensor | None, rule: Rule
 ) -> tuple[Tensor, Tensor]:
+    """The torch way, of all types: what Triton and C++ are compared with."""
+    found = _by_chunks(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
+    return found.out_THe, found.end_BHde
+
+
+def _by_chunks(
+    q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, offsets_B1: Tensor, state_BHde: Tensor | None, rule: Rule
+) -> Walked:
     """Chunks of tokens at once: inside a chunk matrix products and one triangular system, from chunk to chunk the state.
 
     Chunks that do not need one another are one batch: what is inside of all of them, and then the first of each sequence, the second of each, and so on.
@@ -108,10 +132,11 @@ def linear_attention_by_chunks(
     share = _check(q_TGd, k_TGd, v_THe, g, beta_TH, offsets_B1, state_BHde, rule)
     wide, device = _wide(v_THe.dtype), v_THe.device
     heads, key_size, value_size = v_THe.shape[1], k_TGd.shape[2], v_THe.shape[2]
-    plan = _plan(tuple(packed_bounds(offsets_B1, len(v_THe))), 16 if rule.per_channel else 64)
+    run = 16 if rule.per_channel else 64
+    plan = _plan(tuple(packed_bounds(offsets_B1, len(v_THe))), run)
     state_BHde = v_THe.new_zeros(len(offsets_B1) - 1, heads, key_size, value_size, dtype=wide) if state_BHde is None else state_BHde.to(wide)
     if not plan.widths:
-        return v_THe, state_BHde
+        return Walked(v_THe, state_BHde, state_BHde[:0], None if beta_TH is None else v_THe.to(wide), run)
     rows_NC, places_T, order_B = plan.rows_NC.to(device), plan.places_T.to(device), plan.order_B.to(device)
 
     def chunked(x: Tensor) -> Tensor:
@@ -138,28 +163,36 @@ def linear_attention_by_chunks(
         solved = torch.linalg.solve_triangular(beta * known, beta * torch.cat([v, k * fade], -1), upper=False, unitriangular=True)
         v, erased = solved.split([value_size, key_size], -1)
     state = state_BHde[order_B]
-    outputs, ended, begin = [], [], 0
+    outputs, ended, started, written, begin = [], [], [], [], 0
     for width in plan.widths:
         ended.append(state[width:])
         state, now = state[:width], slice(begin, begin + width)
         write = v[now] if erased is None else v[now] - erased[now] @ state
+        started.append(state)
+        written.append(write)
         outputs.append(from_state[now] @ state + reads[now] @ write)
         state = last[now] * state + to_state[now] @ write
         begin += width
     ended.append(state)
     states = torch.cat(ended[::-1])[order_B.argsort()]
-    return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[places_T].to(v_THe.dtype), states
+
+    def packed(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts).transpose(1, 2).flatten(0, 1)[places_T]
+
+    starts_NHde = torch.cat(started)[plan.chunks_N.to(device)]
+    return Walked(packed(outputs).to(v_THe.dtype), states, starts_NHde, None if beta_TH is None else packed(written), run)
 
 
 class _Plan(NamedTuple):
     """Tokens of each chunk (the number of tokens where there is none), first chunks of all sequences first; how many sequences have a first, second, ... chunk.
 
-    ``places_T`` is where each token went, ``order_B`` the sequences from the longest to the shortest.
+    ``places_T`` is where each token went, ``order_B`` the sequences from the longest to the shortest, ``chunks_N`` where the chunks of sequence after sequence went.
     """
 
     rows_NC: Tensor
     places_T: Tensor
     order_B: Tensor
+    chunks_N: Tensor
     widths: tuple[int, ...]
 
 
@@ -178,7 +211,10 @@ def _plan(bounds: tuple[int, ...], size: int) -> _Plan:
     rows_NC = torch.cat(parts) if parts else torch.zeros(0, size, dtype=torch.long)
     places_T = torch.empty(bounds[-1] + 1, dtype=torch.long)
     places_T[rows_NC.flatten()] = torch.arange(rows_NC.numel())
-    return _Plan(rows_NC, places_T[:-1], order_B, tuple(widths))
+    ranks = torch.cat([torch.arange(width) for width in widths]) if widths else order_B[:0]
+    steps = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths, dtype=torch.long))
+    chunks_N = (order_B[ranks] * max(len(widths), 1) + steps).argsort()
+    return _Plan(rows_NC, places_T[:-1], order_B, chunks_N, tuple(widths))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -40,10 +40,13 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the results and the last states (None: zero), which are read, and of all that was given, which are written: all but those of values and states in parts."""
+    """Of the results, the last states, the states that chunks began with and what was written (each of the three None where it is zero), which are read, and of all
+    that was given, which are written: all but those of values and states in parts."""
 
     out_THe: Tensor
     end_BHde: Tensor | None
+    starts_NHde: Tensor | None
+    written_THe: Tensor | None
     q_RTHd: Tensor
     k_RTHd: Tensor
     v_THe: Tensor
@@ -60,39 +63,72 @@ class Walker(NamedTuple):
     walk: Callable[[Given, Kept, Gradients | None], None]
 
 
+class Walked(NamedTuple):
+    """What a walk gives: results in the type of the values, and in float32 the last states; where asked for, also states that chunks began with and what tokens wrote.
+
+    Sequence after sequence has its chunks, of ``run`` tokens each but its last. Where a token writes its value, nothing is said of it.
+    """
+
+    out_THe: Tensor
+    end_BHde: Tensor
+    starts_NHde: Tensor | None
+    written_THe: Tensor | None
+    run: int
+
+
 def walk(
-    q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, state_BHde: Tensor | None, offsets_B1: Tensor, walker: Walker
-) -> tuple[Tensor, Tensor]:
-    """What was checked before; results in the type of the values, states in float32."""
-    found: tuple[Tensor, Tensor] = _Walk.apply(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, walker)
-    return found
+    q_TGd: Tensor,
+    k_TGd: Tensor,
+    v_THe: Tensor,
+    g: Tensor,
+    beta_TH: Tensor | None,
+    state_BHde: Tensor | None,
+    offsets_B1: Tensor,
+    walker: Walker,
+    chunks: bool = False,
+) -> Walked:
+    """What was checked before; ``chunks`` asks for what branches go on from."""
+    run = walker.run(q_TGd.shape[2], g.ndim == 3)
+    return Walked(*_Walk.apply(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, walker, run, chunks), run)
 
 
 class _Walk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, state_BHde: Tensor | None, offsets_B1: Tensor, walker: Walker
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        q_TGd: Tensor,
+        k_TGd: Tensor,
+        v_THe: Tensor,
+        g: Tensor,
+        beta_TH: Tensor | None,
+        state_BHde: Tensor | None,
+        offsets_B1: Tensor,
+        walker: Walker,
+        run: int,
+        chunks: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         q_TGd, k_TGd, v_THe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TGd, k_TGd, v_THe))
         g, (beta_TH, state_BHde) = g.contiguous(), (x if x is None else x.contiguous() for x in (beta_TH, state_BHde))
-        offsets_B1, run = offsets_B1.long().contiguous(), walker.run(q_TGd.shape[2], g.ndim == 3)
+        offsets_B1 = offsets_B1.long().contiguous()
         chunks_B1 = torch.zeros_like(offsets_B1)
         chunks_B1[1:] = ((offsets_B1.diff() + run - 1) // run).cumsum(0)
         state = (v_THe.shape[1], q_TGd.shape[2], v_THe.shape[2])
         starts_NHde = unknown_THe = None
-        if any(ctx.needs_input_grad):
+        if chunks or any(ctx.needs_input_grad):
             starts_NHde = v_THe.new_empty(int(chunks_B1[-1]), *state, dtype=torch.float32)
             unknown_THe = None if beta_TH is None else v_THe.new_empty(v_THe.shape, dtype=torch.float32)
         kept = Kept(v_THe.new_empty(v_THe.shape), v_THe.new_empty(len(offsets_B1) - 1, *state, dtype=torch.float32), starts_NHde, unknown_THe)
         walker.walk(Given(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, run), kept, None)
         ctx.save_for_backward(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, *kept[1:])
         ctx.walker, ctx.run = walker, run
-        return kept.out_THe, kept.end_BHde
+        if not chunks:
+            return kept.out_THe, kept.end_BHde, None, None
+        return *kept[:3], None if kept.unknown_THe is None else kept.unknown_THe * beta_TH.unsqueeze(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THe: Tensor | None, grad_BHde: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_THe: Tensor | None, *grads_more: Tensor | None) -> tuple[Tensor | None, ...]:
         q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, *kept = ctx.saved_tensors
         given = Given(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, ctx.run)
         (tokens, heads, value_size), (groups, size) = v_THe.shape, q_TGd.shape[1:]
@@ -100,7 +136,7 @@ class _Walk(torch.autograd.Function):
         grad_THe = torch.zeros_like(v_THe, memory_format=torch.contiguous_format) if grad_THe is None else grad_THe.contiguous()
         grads = Gradients(
             grad_THe,
-            None if grad_BHde is None else grad_BHde.contiguous(),
+            *(None if x is None else x.contiguous() for x in grads_more),
             v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32),
             v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32),
             torch.empty_like(v_THe, memory_format=torch.contiguous_format),
@@ -114,7 +150,7 @@ class _Walk(torch.autograd.Function):
             q, k = (x.view(tokens, groups, heads // groups, size).sum(2) for x in (q, k))
         grad_beta = None if grads.beta_RTH is None else _whole(grads.beta_RTH).to(beta_TH.dtype)
         grad_state = None if state_BHde is None else grads.state_BHde.to(state_BHde.dtype)
-        return q.to(q_TGd.dtype), k.to(k_TGd.dtype), grads.v_THe, _whole(grads.g_RTH).to(g.dtype), grad_beta, grad_state, None, None
+        return q.to(q_TGd.dtype), k.to(k_TGd.dtype), grads.v_THe, _whole(grads.g_RTH).to(g.dtype), grad_beta, grad_state, None, None, None, None
 
 
 def _whole(parts_R: Tensor) -> Tensor:
@@ -131,7 +167,7 @@ def _walk_native(given: Given, kept: Kept, gradients: Gradients | None) -> None:
         *(entry for x in given[:3] for entry in (x.data_ptr(), *x.stride()[:2])),
         *map(_at, given[3:8]),
         *map(_at, kept),
-        *map(_at, gradients or (None,) * 8),
+        *map(_at, gradients or (None,) * 10),
     )
     native.call(library, "semantide_linear_attention", arguments)
 

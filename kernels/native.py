@@ -12,7 +12,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-VERSION = 8  # of the structures' layout; the library names its own
+VERSION = 9  # of the structures' layout; the library names its own
 
 _KERNELS = tuple(
     f"semantide_{name}"
@@ -57,7 +57,7 @@ SEGMENT_SUMS = Struct("2q 4P")
 STEP_ROWS = Struct("2q 4P q P 5P 4f")
 BEAM_CONVOLUTION = Struct("7q P q 2P 2P P P")
 BEAM_LINEAR = Struct("9q 3P 6q 2P 2P 2q 3P 2P")
-LINEAR_ATTENTION = Struct("7q P2q P2q P2q 3P 2P 4P 2P 6P")
+LINEAR_ATTENTION = Struct("7q P2q P2q P2q 3P 2P 4P 4P 6P")
 SHORT_CONVOLUTION = Struct("3q Pq 2P P P P 3P")
 JAGGED_FUSION = Struct("8q 3P 6q 3P 2P 2P P 2q 5P 2P f")
 

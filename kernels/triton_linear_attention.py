@@ -121,10 +121,10 @@ def forward_walk(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def backward_walk(  # type: ignore[no-untyped-def]
-    q, k, v, g, beta, offsets, chunks, end, starts, unknown, grad_out, grad_end, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state,
-    tokens, q_row, q_head, k_row, k_head, v_row, v_head,
+    q, k, v, g, beta, offsets, chunks, end, starts, unknown, grad_out, grad_end, grad_starts, grad_written,
+    grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state, tokens, q_row, q_head, k_row, k_head, v_row, v_head,
     heads: tl.constexpr, share: tl.constexpr, size: tl.constexpr, value_size: tl.constexpr, delta: tl.constexpr, each: tl.constexpr, given: tl.constexpr,
-    block: tl.constexpr, block_d: tl.constexpr, block_e: tl.constexpr,
+    begun: tl.constexpr, written: tl.constexpr, block: tl.constexpr, block_d: tl.constexpr, block_e: tl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: gradients of all that was given, of queries, keys, decays and shares of writing this program's part."""
     sequence, head, part = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
@@ -161,6 +161,8 @@ def backward_walk(  # type: ignore[no-untyped-def]
         else:
             write_CE += _tokens(v, rows_C, v_row, head * v_head, e_E, inside_CE)
         value_CE = tl.dot(tl.trans(reads_CC), out_CE, input_precision="ieee") + tl.dot(k_CD * rest_CD, grad_DE, input_precision="ieee")
+        if written:
+            value_CE += tl.load(grad_written + at_CE, mask=inside_CE, other=0.0)
         if delta:
             system_CC = beta_C[:, None] * known_CC
             for step in range(1, block):
@@ -213,6 +215,8 @@ def backward_walk(  # type: ignore[no-untyped-def]
         grad_DE = last_D[:, None] * grad_DE + tl.dot(tl.trans(q_CD * fade_CD), out_CE, input_precision="ieee")
         if delta:
             grad_DE -= tl.dot(tl.trans(k_CD * fade_CD), value_CE, input_precision="ieee")
+        if begun:
+            grad_DE += tl.load(grad_starts + ((chunk + run) * heads + head) * state_size + whole_DE, mask=inside_DE, other=0.0)
         after_DE = state_DE
     tl.store(grad_state + place * state_size + whole_DE, grad_DE, mask=inside_DE)
 
@@ -243,7 +247,8 @@ def _walk(given: Given, kept: Kept, gradients: Gradients | None) -> None:
         forward_walk[grid](*map(there, (*given[:8], *kept)), *strides, given=state, keep=keep, **shapes)
     else:
         read = (*given[:5], *given[6:8], *kept[1:], *gradients)
-        backward_walk[grid](*map(there, read), len(given.v_THe), *strides, given=gradients.end_BHde is not None, **shapes)
+        wanted = {name: x is not None for name, x in zip(("given", "begun", "written"), gradients[1:4], strict=True)}
+        backward_walk[grid](*map(there, read), len(given.v_THe), *strides, **wanted, **shapes)
 
 
 TRITON = Walker(lambda size, per_channel: 16 if per_channel else 32, lambda size, value_size: triton.cdiv(value_size, _VALUES), _walk)

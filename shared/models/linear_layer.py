@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from semantide.kernels.branch_linear_attention import Branches, branch_linear_attention
 from semantide.kernels.gating import silu_product
 from semantide.kernels.linear_attention import Rule, linear_attention
 from semantide.kernels.normalisation import rms_norm
@@ -160,10 +161,23 @@ class LinearAttention(nn.Module):
     def read(self, x_TD: Tensor, offsets_B1: Tensor, before: LinearState | None = None) -> tuple[Tensor, LinearState]:
         """What the tokens of packed sequences read, [T, H, e], and what the sequences leave behind; ``output`` brings it back to the hidden size."""
         before = before if before is not None else self.nothing(len(offsets_B1) - 1, x_TD)
-        inputs_TC = self.in_proj_qkv(x_TD)
+        inputs_TC = self._inputs(x_TD)
         given = self.operands(x_TD, short_convolution(inputs_TC, self.taps_CK, offsets_B1, before.inputs_BQC))
         o_THe, state_BHde = linear_attention(*given[:5], offsets_B1, before.state_BHde, self.form.rule)
         return given.result(o_THe), LinearState(last_inputs(inputs_TC, offsets_B1, before.inputs_BQC), state_BHde)
+
+    def read_branches(self, x_TD: Tensor, branches: Branches) -> Tensor:
+        """What tokens of packed sequences, and behind them those of branches off these, read, [T, H, e]; see ``branch_linear_attention``."""
+        trunk_NC, own_IC = self._inputs(x_TD).tensor_split([branches.trunk])
+        mixed_NC = short_convolution(trunk_NC, self.taps_CK, branches.offsets_B1)
+        mixed_IC = short_convolution(own_IC, self.taps_CK, branches.offsets_J1, branches.inputs_before(trunk_NC, self.config.conv_kernel - 1))
+        given = self.operands(x_TD, torch.cat([mixed_NC, mixed_IC]))
+        return given.result(branch_linear_attention(*given[:5], branches, self.form.rule))
+
+    def _inputs(self, x_TD: Tensor) -> Tensor:
+        """What the short convolution mixes; under autocast all that follows is float32, in which states and decays are kept."""
+        inputs_TC: Tensor = self.in_proj_qkv(x_TD)
+        return inputs_TC.float() if torch.is_autocast_enabled(inputs_TC.device.type) else inputs_TC
 
     def nothing(self, sequences: int, x_TD: Tensor) -> LinearState:
         """What stands before the first tokens."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from semantide.kernels.attention import jagged_attention
+from semantide.kernels.branch_linear_attention import Branches
 from semantide.kernels.target_attention import TargetSpans, target_attention
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.seen_bias import shared_counts
-from semantide.shared.models.target_states import TargetStates
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     x = torch.cat([x_ND, generator.embed(blocks.tokens_S[read_S])])
     *earlier, last = generator.layers
     linear = any(layer.linear for layer in generator.layers)
-    states = TargetStates.of(places_R1.tolist(), spans.ends_C, spans.offsets_C1) if linear else None
+    branches = Branches(places_R1, spans.ends_C, spans.offsets_C1) if linear else None
     for layer in earlier:
         if layer.linear:
-            assert states is not None
-            x = layer.finish(x, torch.cat(states.read(layer.linear_attn, *layer.input_layernorm(x).tensor_split([many]))))
+            assert branches is not None
+            x = layer.finish(x, layer.linear_attn.read_branches(layer.input_layernorm(x), branches))
             continue
         q, k, v = layer.project(x, cos, sin)
         prompts = jagged_attention(q[:many], k[:many], v[:many], places_R1)
@@ -84,9 +84,8 @@ def target_hidden(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     asked_M, which_C = torch.unique(begins_C + seen_C - 1, return_inverse=True)
     rows = torch.cat([asked_M, torch.arange(many, len(x), device=x.device)])
     if last.linear:
-        assert states is not None
-        prompts, own = states.read(last.linear_attn, *last.input_layernorm(x).tensor_split([many]))
-        outputs = [prompts[asked_M], own]
+        assert branches is not None
+        outputs = [last.linear_attn.read_branches(last.input_layernorm(x), branches)[rows]]
     else:
         begin_M = places_R1[torch.searchsorted(places_R1, asked_M, right=True) - 1]
         k, v = last.keys_values(x, cos, sin)
