@@ -36,6 +36,10 @@ class Interval:
         """Its standard error."""
         return (self.high - self.low) / 2 / normal_quantile((1 + self.confidence) / 2)
 
+    def as_dict(self) -> dict[str, float | None]:
+        """Value and bounds for JSON, which has no infinite numbers: None."""
+        return {name: number if math.isfinite(number) else None for name, number in (("value", self.value), ("low", self.low), ("high", self.high))}
+
 
 def normal_quantile(share: float) -> float:
     """The number below which this share of standard normal draws lies.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,8 @@ def abtest(
     from semantide.shared.simulator.ab_test import ab_test
     from semantide.shared.simulator.log import Simulation
 
+    if len(set(names)) < len(names):
+        raise ValueError(f"{' '.join(names)} names a recommender twice: each is compared with the others once")
     simulation = Simulation.of(folder)
     found = ab_test(simulation, {name: recommender(name, simulation) for name in names}, users=users, visits=visits)
     if as_json:
@@ -117,4 +120,4 @@ class StackVariant:
 
 
 def _shown(interval: Any) -> str:
-    return f"{interval.value:+.1%} ({interval.low:+.1%} to {interval.high:+.1%})"
+    return f"{interval.value:+.1%} ({interval.low:+.1%} to {interval.high:+.1%})" if math.isfinite(interval.high) else "too few to tell"

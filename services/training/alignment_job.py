@@ -239,7 +239,8 @@ def _test(
 
     actions = None if events is None else events.among(world.generator.config.merger.actions)
     ranker = GeneratorRanker(world.generator, world.catalog.trie, world.catalog.codes, world.rows, world.max_items, config.beam_width, actions)
-    probe = Probe(config, world.generator, world.trie, world.rollouter, cases[: config.probes], job.spec.seed, reward, judge, job.spec.inputs["reward"], share)
+    names = (job.spec.inputs["reward"], job.spec.inputs.get("judge", ""))
+    probe = Probe(config, world.generator, world.trie, world.rollouter, cases[: config.probes], job.spec.seed, reward, judge, names[0], share, names[1])
     return HeldOutTest(ranker, cases, counts_N, exclude_seen=config.exclude_seen, judge=probe.judged, tick=tick, share=share).run
 
 
@@ -258,11 +259,12 @@ class Probe:
         judge: Scorer | None,
         reward_name: str,
         share: PromptShare | None = None,
+        judge_name: str = "",
     ) -> None:
         self._share = share or PromptShare()
         self._config, self._generator, self._trie, self._rollouter, self._seed = config, generator, trie, rollouter, seed
         self._prompts = [Prompt(case.user, len(case.history)) for case in cases]
-        self._reward, self._judge, self._name = reward, judge, reward_name
+        self._reward, self._judge, self._name, self._judge_name = reward, judge, reward_name, judge_name
 
     def judged(self) -> Judged:
         """What each user's rollouts are worth in expectation as the policy is now; known positives count as anything else."""
@@ -280,7 +282,7 @@ class Probe:
             told.append(
                 np.stack([
                     rewards_B,
-                    rewards_B if self._judge is None else self._means(self._judge.score(drawn.rollouts), weights_BG),
+                    rewards_B if self._judge is None else self._means(checked(self._judge.score(drawn.rollouts), drawn.rollouts, self._judge_name), weights_BG),
                     ((scores.gate_BG & scores.valid_BG) * weights_BG).sum(1),
                     (spelled_rows(self._trie, codes) < 0).float().mean(1).cpu().numpy(),
                 ], 1)

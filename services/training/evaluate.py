@@ -35,6 +35,9 @@ class EvaluateConfig:
     weights: Weights = "float32"
     """A shorter form of the generator's weights that is measured beside float32, as serving would use it."""
 
+    logged: Literal["", "places", "pages"] = ""
+    """Ask the log instead what the models would have earned: at each place of its pages behind what the log showed there, or with pages of their own."""
+
     bounds: Mapping[str, float] = field(default_factory=dict)
     """Judge the input ``model`` against ``live``: for each metric, such as hr@50, the share of the live model's figure that may be lost."""
     publish: bool = False
@@ -46,6 +49,10 @@ class EvaluateConfig:
                 raise ValueError(f"bounds has {metric!r}: {share!r}: give metrics such as hr@50 or ndcg@50 with the share that may be lost, from 0 to below 1")
         if self.publish and not self.bounds:
             raise ValueError('publish is set without bounds: say what may be lost, as in {"hr@50": 0.02}')
+        if self.logged not in ("", "places", "pages"):
+            raise ValueError(f"logged is {self.logged!r}: give 'places' or 'pages', or leave it out")
+        if self.logged and self.bounds:
+            raise ValueError("logged is set with bounds: bounds judge rankings of held-out items, leave one of the two out")
         if not self.ks or any(isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 10_000 for k in self.ks):
             raise ValueError(f"ks is {list(self.ks)}: give list lengths from 1 to 10000, such as [1, 5, 10, 50]")
         if self.weights not in ("float32", "bfloat16", "int8"):

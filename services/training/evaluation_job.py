@@ -3,6 +3,7 @@
 evaluate {dataset, model[, catalog][, baseline][, retriever]} -> {evaluation}    a table, and every user's own figures
 evaluate {dataset, model, live[, catalog][, live_catalog]} -> {evaluation}       with config ``bounds``: whether the candidate is not worse; with ``publish`` serving is told, and promotes it where so.
                                                                                  Items that one of the two lacks it cannot hit, as when it serves.
+evaluate {dataset, model[, ...]} -> {evaluation}                                 with config ``logged``: what each would have earned in the log, see ``logged_choices``
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from semantide.services.training.evaluate import Case, EvaluateConfig, cases_of, evaluate
 from semantide.services.training.job_inputs import TOKENIZE_AGAIN, card_of, device, input_of
 from semantide.services.training.judgement import Judgement, judge
+from semantide.services.training.logged_choices import LoggedPages, choices, earned
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
 from semantide.services.training.row_matching import rows_of
 from semantide.shared.catalog import Catalog
@@ -27,6 +29,7 @@ from semantide.shared.contracts import CandidateJudged
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.event_actions import EventActions
+from semantide.shared.feedback import Feedback
 from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.popularity import Popularity
@@ -50,6 +53,8 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     dataset = Dataset.load(job.store.get(input_of(job, "dataset")))
     looks = any(_looks_at_actions(card_of(job, job.spec.inputs[name])) for name in _COMPARED if name in job.spec.inputs)
     events = EventActions.load(job.store.get(input_of(job, "dataset"))) if looks else None
+    if config.logged:
+        return _logged(job, config, dataset, events)
     cases = cases_of(dataset, config.part, config.max_users, job.spec.seed, None if events is None else events.numbers_E, min_targets=config.min_targets)
     if not cases:
         least = "something" if config.min_targets == 1 else f"{config.min_targets} items"
@@ -78,6 +83,25 @@ def _side_by_side(job: JobContext, config: EvaluateConfig, dataset: Dataset, eve
             if config.weights != "float32" and label == "generator":
                 rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights, events, name)[1]
     return rankers
+
+
+def _logged(job: JobContext, config: EvaluateConfig, dataset: Dataset, events: EventActions | None) -> JobOutcome:
+    """What the models would have earned in the log of the data set."""
+    assert config.logged
+    question = config.logged
+    feedback = Feedback.load(job.store.get(input_of(job, "dataset")))
+    pages = LoggedPages.of(dataset, feedback, config.part, question, max_users=config.max_users, seed=job.spec.seed, events=events)
+    rankings = [(name, ranker, seen) for name, ranker in _side_by_side(job, config, dataset, events).items() for seen in (False, True)]
+    rows: list[dict[str, Any]] = []
+    for name, ranker, seen in rankings:
+
+        def tick(done: int, total: int, name: str = name) -> None:
+            job.check_cancelled()
+            job.progress(len(rows) + done / total, len(rankings), "rankings", f"asking the log of {name}")
+
+        chosen_C = choices(pages, ranker, question, config.beam_width, seen, tick)
+        rows.append({"model": name, "exclude_seen": seen, **earned(pages, chosen_C, question)})
+    return _stored(job, {"logged": question, "part": config.part, "beam_width": config.beam_width, "estimates": rows})
 
 
 def _unknown(rankers: Mapping[str, Ranker], num_items: int) -> str:
@@ -158,18 +182,22 @@ class _Table:
             "items": len(self._dataset.item_ids),
             **more,
         }
-        folder = self._job.workdir / "evaluation"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        (folder / "evaluation.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-        files = [self._file(index) for index in range(len(rows)) if self._file(index).exists()]
-        if files:
-            pq.write_table(pa.concat_tables([pq.read_table(path) for path in files]), folder / "cases.parquet", compression="zstd")
-        ref = self._job.store.put("evaluations", folder, config=self._job.spec.config, inputs=self._job.spec.inputs, seed=self._job.spec.seed)
-        return JobOutcome({"evaluation": ref}, result)
+        return _stored(self._job, result, [self._file(index) for index in range(len(rows)) if self._file(index).exists()])
 
     def _file(self, index: int) -> Path:
         return self._job.workdir / f"cases-{index}.parquet"
+
+
+def _stored(job: JobContext, result: dict[str, Any], cases: Sequence[Path] = ()) -> JobOutcome:
+    """The result as an artifact, with every user's own figures where there are such."""
+    folder = job.workdir / "evaluation"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "evaluation.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    if cases:
+        pq.write_table(pa.concat_tables([pq.read_table(path) for path in cases]), folder / "cases.parquet", compression="zstd")
+    ref = job.store.put("evaluations", folder, config=job.spec.config, inputs=job.spec.inputs, seed=job.spec.seed)
+    return JobOutcome({"evaluation": ref}, result)
 
 
 def _replaced(path: Path, write: Any) -> None:

@@ -246,7 +246,7 @@ def checked(scores: Scores, rollouts: Rollouts, reward: str) -> Scores:
         examples = ", ".join(f"{value:g}" for value in preference[wrong][:3])
         raise PermanentError(
             f"the reward model {reward[:26]}... gave {int(wrong.sum())} of {int(present.sum())} rollouts a preference outside [0, 1] ({examples}): train it anew, or "
-            "name another with the input `reward`"
+            "name another with the input `reward` (or `judge`, where it was that)"
         )
     return scores
 

@@ -78,8 +78,10 @@ def ab_test(
 
     A recommender reads at most the last ``history`` events of a person.
 
-    Raises: ValueError without recommenders, or for a base that is none of them.
+    Raises: ValueError without recommenders or people, or for a base that is none of them.
     """
+    if users is not None and users < 1:
+        raise ValueError(f"users is {users}: let at least one person visit, or leave it out for all of them")
     base = base if base is not None else next(iter(recommenders), "")
     if base not in recommenders or visits < 1:
         raise ValueError(f"base is {base!r} and visits {visits}: name one of the recommenders ({', '.join(recommenders) or 'none'}), and at least one visit")

@@ -1,5 +1,6 @@
 """What the command line sends is what the rooms' own routes take: no process, but the real applications."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,12 @@ def test_simulated_people_write_a_log_and_visit_recommenders(tmp_path: Path) -> 
     assert outcome.exit_code == 0 and "semantide ingest" in outcome.output and (tmp_path / "sim" / "interactions.jsonl").exists()
     outcome = invoke("abtest", str(tmp_path / "sim"), "popular", "chance", "oracle", "--users", "10", "--visits", "1")
     assert outcome.exit_code == 0 and all(name in outcome.output for name in ("popular", "chance", "oracle", "clicks a visit"))
-    assert '"base": "popular"' in invoke("abtest", str(tmp_path / "sim"), "popular", "--users", "4", "--visits", "1", "--json").output
+    found = json.loads(
+        invoke("abtest", str(tmp_path / "sim"), "popular", "chance", "--users", "1", "--visits", "1", "--json").output, parse_constant=pytest.fail
+    )
+    assert found["base"] == "popular" and found["recommenders"][1]["clicks_lift_low"] is None  # one person tells nothing, and JSON has no infinity
+    assert "too few to tell" in invoke("abtest", str(tmp_path / "sim"), "popular", "--users", "1", "--visits", "1").output
+    assert "twice" in str(invoke("abtest", str(tmp_path / "sim"), "popular", "popular").exception)
     assert isinstance(invoke("abtest", str(tmp_path), "popular").exception, ValueError)
 
 

@@ -163,3 +163,6 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
             return replace(scores, preference_BG=np.full_like(scores.preference_BG, np.nan))
 
     refused(Exception, r"a preference outside \[0, 1\]", load=lambda ref: Numberless())
+    judge = f"rewards/sha256-{'b' * 64}"
+    # A judge that says nothing never falls: the guard would be blind and nobody would know.
+    refused(Exception, r"rewards/sha256-bbb.* a preference outside \[0, 1\]", load=lambda ref: Numberless() if ref == judge else scorer(ref), judge=judge)

@@ -94,3 +94,5 @@ def test_empty_short_and_foreign_lists_are_counted(simulation: Simulation) -> No
         ab_test(simulation, {"broken": lambda requests: []}, users=4)
     with pytest.raises(ValueError, match="base"):
         ab_test(simulation, {}, users=4)
+    with pytest.raises(ValueError, match="users is 0: let at least one"):
+        ab_test(simulation, {"none": lambda requests: [[] for _ in requests]}, users=0)
