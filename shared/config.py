@@ -30,7 +30,7 @@ class Settings(BaseSettings):
     url: str = ""
     """Base address of a stack that the command line talks to. Empty: the one started in ``data_dir``."""
     api_keys: str = ""
-    """Accepted API keys, separated by commas. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
+    """Accepted API keys, separated by commas, each as KEY (may do all), read:KEY, write:KEY, admin:KEY or NAME@ROLE:KEY. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
     import_roots: str = ""
     """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
@@ -156,11 +156,6 @@ class Settings(BaseSettings):
     def artifacts_root(self) -> str:
         """The artifact store's root as an fsspec URL or absolute path."""
         return self.artifacts_url or str((self.data_dir / "artifacts").absolute())
-
-    @property
-    def key_list(self) -> list[str]:
-        """The configured API keys."""
-        return [key.strip() for key in self.api_keys.split(",") if key.strip()]
 
     @property
     def import_folders(self) -> list[Path]:

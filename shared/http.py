@@ -15,10 +15,10 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from semantide.shared import broker as broker_door
-from semantide.shared.api_keys import api_keys
+from semantide.shared.api_keys import ApiKey, api_keys
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
@@ -40,6 +40,7 @@ __all__ = [
     "Body",
     "Depends",
     "HTTPException",
+    "IdempotencyKey",
     "JSONResponse",
     "PathParameter",
     "Query",
@@ -55,6 +56,11 @@ OPEN_PATHS = ("/healthz", "/readyz")
 # ValueErrors that no caller's argument causes: stored state that cannot be parsed. Callers' bodies are checked before.
 OUR_FAULTS = (ValidationError, json.JSONDecodeError, UnicodeError)
 UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(alias="Idempotency-Key", min_length=1, max_length=200, description="Sent again with the same key, it is the same job and not a second one"),
+]
 
 _LAST_CALL_SECONDS = 0.5  # for the requests of connections that are through when a server ends
 _DRAIN_SECONDS = 15  # for the answers
@@ -104,9 +110,9 @@ def _error(status: int, kind: str, message: str, details: Any = None, headers: d
 class Gate:
     """ASGI middleware: API key first, then the body's size."""
 
-    def __init__(self, app: Any, keys: Sequence[str], max_body_bytes: int) -> None:
-        assert keys and all(keys), "an empty key would let everybody in"
-        self._app, self._keys, self._max = app, [key.encode() for key in keys], max_body_bytes
+    def __init__(self, app: Any, keys: Sequence[ApiKey], max_body_bytes: int) -> None:
+        assert keys and all(key.secret for key in keys), "an empty key would let everybody in"
+        self._app, self._keys, self._max = app, [(key.secret.encode(), key) for key in keys], max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer 401 or 413."""
@@ -115,7 +121,8 @@ class Gate:
             return
         headers = dict(scope["headers"])
         presented = _presented_key(headers).encode()
-        if not any([hmac.compare_digest(presented, key) for key in self._keys]):
+        holders = [key for secret, key in self._keys if hmac.compare_digest(presented, secret)]
+        if not holders:
             answer = _error(
                 401,
                 "Unauthorized",

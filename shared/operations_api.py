@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.http import APIRouter, Query, Response
+from semantide.shared.http import APIRouter, IdempotencyKey, Query, Response
 from semantide.shared.job_report import page
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
@@ -19,10 +19,10 @@ def build(room: Room) -> APIRouter:
     jobs = Jobs(room.broker, room.queues)
 
     @router.post("/jobs", status_code=202, tags=["jobs"], summary="Submit a piece of long work")
-    def submit(spec: JobSpec) -> JobRecord:
+    def submit(spec: JobSpec, once: IdempotencyKey = None) -> JobRecord:
         for ref in spec.inputs.values():
             room.store.manifest(ref)
-        return jobs.submit(spec)
+        return jobs.submit(spec, once)
 
     @router.get("/jobs", tags=["jobs"], summary="Jobs, newest first")
     def list_jobs(kind: str | None = None, state: str | None = None, limit: int = Query(default=50, ge=1, le=1000)) -> list[JobRecord]:
