@@ -12,13 +12,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from semantide.shared import operations_api
+from semantide.shared.access import OPEN_PATHS
 from semantide.shared.api_keys import ApiKey, api_keys, local_key
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect, free_port
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
-from semantide.shared.http import OPEN_PATHS, APIRouter, Server, build_app
+from semantide.shared.http import APIRouter, Server, build_app
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
