@@ -41,6 +41,7 @@ RUN python -m pip uninstall --yes pip && python trim.py /opt/semantide /rest && 
 
 FROM venv AS code
 COPY LICENSE README.md pyproject.toml ./
+COPY client client
 COPY kernels kernels
 COPY operators operators
 COPY services services
@@ -58,7 +59,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
 COPY docker/trim.py ./
 RUN python trim.py /opt/operator
 COPY --from=code /code/opt/semantide/lib /opt/operator/lib
-RUN cd /opt/operator/lib/python3*/site-packages/semantide && rm -rf kernels services && find . -name __pycache__ -prune -exec rm -rf {} +
+RUN cd /opt/operator/lib/python3*/site-packages/semantide && rm -rf client kernels services && find . -name __pycache__ -prune -exec rm -rf {} +
 COPY docker/bare_root.py docker/bill_of_materials.py ./
 RUN /opt/operator/bin/python bare_root.py /root-of-operator /opt/operator \
     && /opt/operator/bin/python bill_of_materials.py semantide-operator /root-of-operator > operator.json

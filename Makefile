@@ -8,7 +8,7 @@ DATA ?= ../shared/data/amazon
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 # On Linux without a GPU, TORCH_INDEX=<PyTorch's CPU index> saves gigabytes of CUDA libraries.
 TORCH_INDEX ?=
-ROOMS := kernels shared services operators
+ROOMS := client kernels shared services operators
 
 .PHONY: help install native demo test test-all test-cluster test-compose check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help

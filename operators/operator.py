@@ -31,6 +31,7 @@ from semantide.operators.resources import JOB_KIND, SERVICE_KIND
 from semantide.operators.rounds import Rounds
 from semantide.operators.settings import OperatorSettings
 from semantide.operators.snapshot import WATCHED
+from semantide.shared.api_keys import configured_keys, strongest
 from semantide.shared.errors import PermanentError, SemantideError
 
 _GATHER_SECONDS = 0.05  # events come in swarms: a round for each would do the same again
@@ -51,7 +52,7 @@ class Operator:
         self._meters = Meters()
         self._lease = Lease(api, settings.own_namespace, self._identity, settings.lease_seconds, time.monotonic, time.time)
         self._rounds = Rounds(api, settings, time.time, self._lease.held, self._meters, steady=time.monotonic)
-        self._loads = Loads(settings.api_keys.split(",")[0].strip(), settings.own_namespace, time.monotonic)
+        self._loads = Loads(strongest(configured_keys(settings.api_keys)) or "", settings.own_namespace, time.monotonic)
         self._api = api
         self._wake, self._stop = threading.Event(), threading.Event()
         self._breath = self._renewed = time.monotonic()

@@ -82,12 +82,14 @@ def route(settings: Settings) -> None:
     from semantide.services.serving.router import Router
     from semantide.shared.api_keys import api_keys
     from semantide.shared.http import Gate, Server
+    from semantide.shared.rate_limits import RateLimits
 
     telemetry.start("router", settings)
     names = [name.strip() for name in settings.route_to.split(",") if name.strip()]
     answer_seconds = settings.serving_deadline_seconds + _ROUTE_SECONDS
     router = Router(names, settings.route_patience_seconds, answer_seconds, settings.max_body_bytes, time.monotonic)
-    server = Server(Gate(router, api_keys(settings), settings.max_body_bytes), settings.host, settings.port)
+    limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
+    server = Server(Gate(router, api_keys(settings), settings.max_body_bytes, limits), settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:

@@ -30,7 +30,13 @@ class Settings(BaseSettings):
     url: str = ""
     """Base address of a stack that the command line talks to. Empty: the one started in ``data_dir``."""
     api_keys: str = ""
-    """Accepted API keys, separated by commas. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
+    """Accepted API keys, separated by commas, each as KEY (may do all), read:KEY, write:KEY, admin:KEY or NAME@ROLE:KEY. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
+    rate_limit: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Requests that the holder of one key may make of one process, health and metrics aside; beyond it the answer is 429. 0: any number, requests a second."""
+    rate_limit_burst: int = Field(default=100, ge=1)
+    """Requests that such a holder may make at once after a rest, requests."""
+    audit_days: int = Field(default=365, ge=1)
+    """How long the audit log keeps what admins did, days."""
     import_roots: str = ""
     """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
@@ -156,11 +162,6 @@ class Settings(BaseSettings):
     def artifacts_root(self) -> str:
         """The artifact store's root as an fsspec URL or absolute path."""
         return self.artifacts_url or str((self.data_dir / "artifacts").absolute())
-
-    @property
-    def key_list(self) -> list[str]:
-        """The configured API keys."""
-        return [key.strip() for key in self.api_keys.split(",") if key.strip()]
 
     @property
     def import_folders(self) -> list[Path]:

@@ -11,14 +11,16 @@ import asyncio
 import base64
 import hmac
 import json
+import math
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -28,8 +30,11 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from semantide.shared import broker as broker_door
-from semantide.shared.api_keys import api_keys
+from semantide.shared.access import OPEN_PATHS, UNLIMITED_PATHS, audited, needed_role, without_user
+from semantide.shared.api_keys import ApiKey, api_keys
+from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
+from semantide.shared.rate_limits import RateLimits
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
 from semantide.shared.version import code_version
@@ -40,6 +45,7 @@ __all__ = [
     "Body",
     "Depends",
     "HTTPException",
+    "IdempotencyKey",
     "JSONResponse",
     "PathParameter",
     "Query",
@@ -51,11 +57,16 @@ __all__ = [
     "run_in_threadpool",
 ]
 
-OPEN_PATHS = ("/healthz", "/readyz")
 # ValueErrors that no caller's argument causes: stored state that cannot be parsed. Callers' bodies are checked before.
 OUR_FAULTS = (ValidationError, json.JSONDecodeError, UnicodeError)
 UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
 
+IdempotencyKey = Annotated[
+    str | None,
+    Header(alias="Idempotency-Key", min_length=1, max_length=200, description="Sent again with the same key, it is the same job and not a second one"),
+]
+
+_SAID_BYTES = 4000  # of a body, for the audit log
 _LAST_CALL_SECONDS = 0.5  # for the requests of connections that are through when a server ends
 _DRAIN_SECONDS = 15  # for the answers
 _PROBE_SECONDS, _FIRST_PROBE_SECONDS = 1.0, 4.0  # for the broker's answer to a probe, and until it has answered one
@@ -102,11 +113,12 @@ def _error(status: int, kind: str, message: str, details: Any = None, headers: d
 
 
 class Gate:
-    """ASGI middleware: API key first, then the body's size."""
+    """ASGI middleware: API key first, then its role and rate, then the body's size; what an admin changes goes into the audit log."""
 
-    def __init__(self, app: Any, keys: Sequence[str], max_body_bytes: int) -> None:
-        assert keys and all(keys), "an empty key would let everybody in"
-        self._app, self._keys, self._max = app, [key.encode() for key in keys], max_body_bytes
+    def __init__(self, app: Any, keys: Sequence[ApiKey], max_body_bytes: int, limits: RateLimits, audit: AuditLog | None = None) -> None:
+        assert keys and all(key.secret for key in keys), "an empty key would let everybody in"
+        self._app, self._keys, self._max = app, [(key.secret.encode(), key) for key in keys], max_body_bytes
+        self._limits, self._audit = limits, audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer 401 or 413."""
@@ -115,7 +127,8 @@ class Gate:
             return
         headers = dict(scope["headers"])
         presented = _presented_key(headers).encode()
-        if not any([hmac.compare_digest(presented, key) for key in self._keys]):
+        holders = [key for secret, key in self._keys if hmac.compare_digest(presented, secret)]
+        if not holders:
             answer = _error(
                 401,
                 "Unauthorized",
@@ -128,6 +141,23 @@ class Gate:
             refusal = _error(403, "Forbidden", "another site's page sent this with the key that the browser keeps: send the key as a Bearer token")
             await refusal(scope, receive, send)  # type: ignore[arg-type]
             return
+        holder, held = holders[0], list[dict[str, Any]]()
+        if scope["path"] not in UNLIMITED_PATHS and (wait := self._limits.take(holder.name)):
+            busy = _error(
+                429,
+                "RateLimited",
+                f"key {holder.name} makes more requests than SEMANTIDE_RATE_LIMIT allows: try again in {wait:.2f} s",
+                headers={"Retry-After": str(math.ceil(wait))},
+            )
+            await busy(scope, receive, send)  # type: ignore[arg-type]
+            return
+        if self._audit is not None and audited(scope["method"], scope["path"]):
+            send = self._noting(scope, holder, held, send)
+        role = needed_role(scope["method"], scope["path"])
+        if not holder.may(role):
+            weak = _error(403, "Forbidden", f"{scope['method']} {scope['path']} wants a key with the role {role}, and {holder.name} has the role {holder.role}")
+            await weak(scope, receive, send)  # type: ignore[arg-type]
+            return
         if scope["path"].startswith(UPLOAD_PREFIX):
             await self._app(scope, receive, send)
             return
@@ -137,7 +167,6 @@ class Gate:
             await too_large(scope, receive, send)  # type: ignore[arg-type]
             return
         # Read whole before the route runs: a body that turns out too large must not be half-handled.
-        held: list[dict[str, Any]] = []
         size, more = 0, True
         while more:
             message = await receive()
@@ -147,12 +176,33 @@ class Gate:
             if size > self._max:
                 await too_large(scope, receive, send)  # type: ignore[arg-type]
                 return
-        held.reverse()
+        messages = iter(held)
 
         async def replay() -> dict[str, Any]:
-            return held.pop() if held else await receive()
+            return next(messages, None) or await receive()
 
         await self._app(scope, replay, send)
+
+    def _noting(self, scope: Scope, holder: ApiKey, held: Sequence[dict[str, Any]], send: Send) -> Send:
+        """Write down what was asked before its outcome is told: whoever has the answer finds it in the log."""
+
+        async def noting(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                said = b"".join(each.get("body", b"") for each in held)[:_SAID_BYTES].decode(errors="replace")
+                origin, port = scope.get("client") or ("", 0)
+                action = f"{scope['method']} {without_user(scope['path'])}"
+                entry = AuditEntry(who=holder.name, role=holder.role, origin=f"{origin}:{port}", action=action, said=said, outcome=message["status"])
+                await run_in_threadpool(self._note, entry)
+            await send(message)
+
+        return noting
+
+    def _note(self, entry: AuditEntry) -> None:
+        assert self._audit is not None
+        try:
+            self._audit.append(entry, int(time.time() * 1000))
+        except broker_door.RedisError as error:
+            logger("audit").error("the audit log cannot be written, the entry is here", **entry.model_dump(exclude={"id", "time"}), error=str(error))
 
 
 class Server(uvicorn.Server):
@@ -320,5 +370,7 @@ def build_app(
 
     # Recommendations make a span and measure themselves: the instrumentation's share of their time would be larger than the rest of HTTP together.
     FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics,v1/recommendations", exclude_spans=["receive", "send"])
-    app.add_middleware(Gate, keys=keys, max_body_bytes=room.settings.max_body_bytes)
+    settings = room.settings
+    limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
+    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes, limits=limits, audit=AuditLog(room.broker, settings.audit_days))
     return app

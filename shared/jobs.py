@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from semantide.shared import broker as broker_door
-from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.artifacts import ArtifactStore, digest_bytes
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
 from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, StoreUnavailable, TransientError
@@ -80,26 +80,44 @@ class Jobs:
         """Set some fields of a record."""
         self._redis.hset(self.key(job_id), mapping={name: json.dumps(value) for name, value in fields.items()})
 
-    def submit(self, spec: JobSpec) -> JobRecord:
-        """Record a job, in one step, and tell its room."""
-        record = JobRecord(id=f"{spec.kind}-{uuid.uuid4().hex[:12]}", spec=spec, created=now_ms(), trace=current_trace())
-        self._open(record, record.model_dump(mode="json"))
-        return record
+    def submit(self, spec: JobSpec, once: str | None = None) -> JobRecord:
+        """Record a job, in one step, and tell its room. Under the same key ``once`` it is submitted once: whoever comes again is given the job that is there.
 
-    def _open(self, record: JobRecord, fields: Mapping[str, Any]) -> None:
+        Raises: Conflict where that key stands for another job.
+        """
+        number = uuid.uuid4().hex if once is None else digest_bytes(once.encode())
+        record = JobRecord(id=f"{spec.kind}-{number[:12]}", spec=spec, created=now_ms(), trace=current_trace())
+        if self._open(record, record.model_dump(mode="json"), only_new=once is not None):
+            return record
+        there = self.get(record.id)
+        if there.spec != spec:
+            raise Conflict(f"the idempotency key {once!r} already stands for job {there.id}, which is another: send a key of its own with each job")
+        return there
+
+    def _open(self, record: JobRecord, fields: Mapping[str, Any], *, only_new: bool = False) -> bool:
         pipe = self._redis.pipeline(transaction=True)
+        if only_new:
+            pipe.watch(self.key(record.id))
+            if pipe.exists(self.key(record.id)):
+                pipe.reset()
+                return False
+            pipe.multi()
         pipe.hset(self.key(record.id), mapping={name: json.dumps(value) for name, value in fields.items()})
         pipe.zadd(JOBS_INDEX, {record.id: record.created})
         pipe.sadd(open_jobs_key(record.spec.room), record.id)
         pipe.persist(self.metrics_key(record.id))
-        pipe.execute()
+        try:
+            pipe.execute()
+        except broker_door.WatchError:
+            return False
         if self._queues is None:
-            return
+            return True
         try:
             self._queues.send(RunJob(room=record.spec.room, job_id=record.id))
         except TransientError as error:
             # The job stands, and its room looks by itself: a caller who were told of a failure would submit it twice.
             logger("jobs").warning("the room could not be woken, it will see the job by itself", job=record.id, error=str(error))
+        return True
 
     def get(self, job_id: str) -> JobRecord:
         """One record.

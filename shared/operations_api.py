@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.http import APIRouter, Query, Response
+from semantide.shared.http import APIRouter, IdempotencyKey, Query, Response
 from semantide.shared.job_report import page
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
 
 _LOG_BYTES = 64 * 1024
+LAST_MS = 1 << 53  # exact in any client
 
 
 def build(room: Room) -> APIRouter:
     """Jobs, artifacts, queues."""
     router = APIRouter(prefix="/v1")
-    jobs = Jobs(room.broker, room.queues)
+    jobs, log = Jobs(room.broker, room.queues), AuditLog(room.broker, room.settings.audit_days)
 
     @router.post("/jobs", status_code=202, tags=["jobs"], summary="Submit a piece of long work")
-    def submit(spec: JobSpec) -> JobRecord:
+    def submit(spec: JobSpec, once: IdempotencyKey = None) -> JobRecord:
         for ref in spec.inputs.values():
             room.store.manifest(ref)
-        return jobs.submit(spec)
+        return jobs.submit(spec, once)
 
     @router.get("/jobs", tags=["jobs"], summary="Jobs, newest first")
     def list_jobs(kind: str | None = None, state: str | None = None, limit: int = Query(default=50, ge=1, le=1000)) -> list[JobRecord]:
@@ -50,7 +52,7 @@ def build(room: Room) -> APIRouter:
         return Response(page(jobs.get(job_id), jobs.metrics(job_id)), media_type="text/html; charset=utf-8")
 
     @router.get("/jobs/{job_id}/log", tags=["jobs"], summary="The end of the log of the job's process")
-    def log(job_id: str) -> dict[str, str]:
+    def end_of_log(job_id: str) -> dict[str, str]:
         jobs.get(job_id)
         return {"log": end_of_file(room.settings.data_dir / "jobs" / job_id / "log.txt", _LOG_BYTES)}
 
@@ -70,5 +72,14 @@ def build(room: Room) -> APIRouter:
     @router.post("/queues/{queue}/requeue", tags=["queues"], summary="Put a queue's parked messages back on it")
     def requeue(queue: str) -> dict[str, int]:
         return {"requeued": room.queues.requeue(room.broker, queue)}
+
+    @router.get("/audit", tags=["audit"], summary="What admins did, the newest first")
+    def audit(
+        limit: int = Query(default=100, ge=1, le=1000),
+        since: int = Query(default=0, ge=0, le=LAST_MS),
+        until: int | None = Query(default=None, ge=0, le=LAST_MS),
+        who: str | None = None,
+    ) -> list[AuditEntry]:
+        return log.read(limit=limit, since=since, until=until, who=who)
 
     return router

@@ -21,9 +21,8 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Follow the job unt
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
 
 
-def run_job(client: Client, spec: JobSpec, *, wait: bool = True, as_json: bool = False, path: str = "/v1/jobs", body: Any = None) -> JobRecord:
-    """Submit, follow, report; a job that did not succeed ends the command with status 1."""
-    record = JobRecord.model_validate(client.post(path, spec.model_dump(mode="json") if body is None else body))
+def finish_job(client: Client, record: JobRecord, *, wait: bool = True, as_json: bool = False) -> JobRecord:
+    """Follow a submitted job, report; one that did not succeed ends the command with status 1."""
     if not wait:
         display.as_json(record.model_dump(mode="json")) if as_json else display.console.print(
             f"job {record.id} is {record.state}: `semantide jobs show {record.id}`"
@@ -63,7 +62,7 @@ def run_kind(
         "seed": seed,
         "cluster": wish_of(cluster),
     }
-    return run_job(client, JobSpec.model_validate(spec), wait=wait, as_json=as_json)
+    return finish_job(client, client.submit(JobSpec.model_validate(spec)), wait=wait, as_json=as_json)
 
 
 def show_table(records: list[dict[str, Any]]) -> None:

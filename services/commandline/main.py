@@ -19,15 +19,15 @@ from semantide.services.commandline import display, jobs, processes, rewards, st
 from semantide.services.commandline.alignment import align
 from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
 from semantide.services.commandline.experiments import experiment
-from semantide.services.commandline.jobs import AsJson, Wait, run_job, run_kind
+from semantide.services.commandline.jobs import AsJson, Wait, finish_job, run_kind
 from semantide.services.commandline.overrides import OnCluster, Overrides, Processes, config_of
+from semantide.services.commandline.oversight import audit
 from semantide.services.commandline.page_report import pages
 from semantide.services.commandline.publishing import IfNotWorse, decisions, promote, promotion
 from semantide.services.commandline.recommendations import recommend
 from semantide.services.commandline.simulation import abtest, simulate
-from semantide.shared.api_keys import local_key
+from semantide.shared.api_keys import own_key
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import SemantideError
 
 app = typer.Typer(
@@ -48,6 +48,7 @@ app.command()(simulate)
 app.command()(abtest)
 app.command()(rewards.reward)
 app.command()(align)
+app.command()(audit)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 
@@ -69,7 +70,7 @@ def up(
         running.start()
         display.table("Semantide is up", ["what", "where", "log"], running.places())
         display.console.print(
-            f"\nAPI docs   {running.url}/docs   (any user name, the key as password)\nAPI key    {'from SEMANTIDE_API_KEYS' if settings.key_list else '`semantide key`'}\ndata       {running.folder}\nCtrl-C ends everything.",
+            f"\nAPI docs   {running.url}/docs   (any user name, the key as password)\nAPI key    {'from SEMANTIDE_API_KEYS' if settings.api_keys else '`semantide key`'}\ndata       {running.folder}\nCtrl-C ends everything.",
             highlight=False,
         )
         running.watch()
@@ -115,7 +116,7 @@ def requeue(queue: Annotated[str, typer.Argument(help="Name of a queue, as `sema
 def key() -> None:
     """Print the API key of the stack in this data folder."""
     settings = Settings()
-    found = settings.key_list[0] if settings.key_list else local_key(settings.data_dir.absolute())
+    found = own_key(settings)
     if not found:
         raise SemantideError(f"no key in {settings.data_dir.absolute()}: `semantide up` makes one, or set SEMANTIDE_API_KEYS")
     sys.stdout.write(found + "\n")
@@ -130,30 +131,12 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """Import items and interactions. Rejected rows are listed in a file, with reasons; then the exit status is 1."""
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: name a file or a folder")
     client = Client(Settings())
-    body: dict[str, Any] = {"path": str(path.resolve()), **config_of(overrides)}
-    if format:
-        body["format"] = format
-    spec = JobSpec(kind="import")
-    uploaded: list[str] = []
-    try:
-        record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
-    except StackError as error:
-        # The stack may live elsewhere, or may not read that folder: send what is here there instead.
-        if error.status not in (403, 404):
-            raise
-        if path.is_file():
-            name, body["path"] = client.upload(path)
-            uploaded = [name]
-        else:
-            uploaded, body["path"] = client.upload_folder(path)
-        record = run_job(client, spec, wait=wait, as_json=as_json, path="/v1/imports", body=body)
+    record, uploaded = client.begin_import(path, **{**config_of(overrides), **({"format": format} if format else {})})
+    record = finish_job(client, record, wait=wait, as_json=as_json)
     if not wait:
         return
-    for name in uploaded:
-        client.call("DELETE", f"/v1/uploads/{name}")
+    client.forget_uploads(uploaded)
     counts = record.result
     if not as_json:
         figures = ", ".join(f"{name} {value:,}" for name, value in counts.items() if isinstance(value, int) and not isinstance(value, bool))

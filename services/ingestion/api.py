@@ -33,7 +33,7 @@ from semantide.shared.availability import Availability
 from semantide.shared.contracts import Interaction, Item, JobRecord, JobSpec
 from semantide.shared.errors import BadData, NotFound, TransientError
 from semantide.shared.history import Histories
-from semantide.shared.http import APIRouter, HTTPException, JSONResponse, PathParameter, Request, Response, StreamingResponse, run_in_threadpool
+from semantide.shared.http import APIRouter, HTTPException, IdempotencyKey, JSONResponse, PathParameter, Request, Response, StreamingResponse, run_in_threadpool
 from semantide.shared.jobs import Jobs, now_ms
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, meter
@@ -270,13 +270,13 @@ def build(room: Room) -> APIRouter:
         return _answer(*intake.items([{"id": item, "deleted": True}]))
 
     @router.post("/imports", status_code=202, tags=["jobs"], summary="Import a file or folder that the server can see")
-    def post_import(wanted: ImportRequest) -> JobRecord:
+    def post_import(wanted: ImportRequest, once: IdempotencyKey = None) -> JobRecord:
         config = ImportConfig.parse(wanted.model_dump())
         try:
             path = confined(config.path, settings.import_folders, settings.data_dir.resolve())
         except OutsideRoots as error:
             raise HTTPException(403, str(error)) from error
-        return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}))
+        return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}), once)
 
     @router.get("/imports/{job_id}/rejects", tags=["jobs"], summary="The refused rows of an import, JSON Lines")
     def rejects(job_id: str) -> Response:

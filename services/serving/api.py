@@ -17,18 +17,11 @@ from semantide.services.serving.bundle import Bundle
 from semantide.services.serving.contract import (
     CandidatesAnswer,
     DecisionsAnswer,
-    Explanation,
-    HistoryItem,
     LiveAnswer,
-    NearItem,
     PromoteRequest,
-    RecommendationAnswer,
-    RecommendationRequest,
-    RecommendedItem,
     RollbackRequest,
     SplitAnswer,
     SplitRequest,
-    Timing,
 )
 from semantide.services.serving.engine import Answer, Recommendation
 from semantide.services.serving.explanation import Neighbour
@@ -47,6 +40,15 @@ from semantide.services.serving.wish import Wish
 from semantide.shared.errors import NotFound, SemantideError, TransientError
 from semantide.shared.http import OUR_FAULTS, APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.jobs import Jobs
+from semantide.shared.recommendation import (
+    Explanation,
+    HistoryItem,
+    NearItem,
+    RecommendationAnswer,
+    RecommendationRequest,
+    RecommendedItem,
+    Timing,
+)
 from semantide.shared.room import Room
 from semantide.shared.telemetry import continued_trace, logger, stage_spans
 

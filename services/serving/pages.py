@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from semantide.services.serving.contract import Body, RecommendationAnswer, RecommendedItem
 from semantide.shared.bounded_values import BoundedValues
 from semantide.shared.broker import RedisError
 from semantide.shared.errors import BrokerUnavailable, NotFound
+from semantide.shared.recommendation import Body, RecommendationAnswer, RecommendedItem
 
 _TOKEN_BYTES, _PLACE_BYTES = 12, 3
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from semantide.shared.models.retriever_search import ExactSearch
 from semantide.shared.table_snapshots import TableSnapshot
 from semantide.shared.telemetry import logger
 
-Source = Literal["auto", "generator", "retriever", "both"]
 TimedEvents = Sequence[TimedEvent]
 
 _FUSION = 60  # places from the top that count about alike when lists are joined; Cormack et al., Reciprocal rank fusion, SIGIR 2009

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from semantide.services.serving.bundle import Bundle
-from semantide.services.serving.contract import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
 from semantide.services.serving.retrieval import Asking, Hit, Retrieved, TimedEvents, fused, in_categories
 from semantide.services.serving.wish import Wish
 from semantide.shared.errors import TransientError
+from semantide.shared.recommendation import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
 
 
 def asking(body: RecommendationRequest, wish: Wish, bundle: Bundle | None, events: TimedEvents) -> Asking:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from semantide.services.serving.contract import RecommendationAnswer
 from semantide.shared.broker import RedisError
+from semantide.shared.recommendation import RecommendationAnswer
 from semantide.shared.shown_lists import ShownList, ShownLists
 from semantide.shared.telemetry import fast_counter
 

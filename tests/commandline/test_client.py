@@ -207,7 +207,7 @@ def test_rejected_rows_are_shown_and_set_the_exit_status(client: Client, broker:
     jobs = Jobs(broker)
     record = jobs.submit(JobSpec(kind="import"))
     jobs.end(record, "succeeded", outcome=JobOutcome(result=result))
-    monkeypatch.setattr(main, "run_job", lambda *arguments, **options: jobs.get(record.id))
+    monkeypatch.setattr(main, "finish_job", lambda *arguments, **options: jobs.get(record.id))
     file = tmp_path / "a.csv"
     file.touch()
     outcome = invoke("ingest", str(file))

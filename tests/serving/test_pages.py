@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantide.services.serving.contract import RecommendationAnswer, RecommendedItem
 from semantide.services.serving.pages import Pages, Ranking, read_cursor, turn, write_cursor
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import Interaction
 from semantide.shared.errors import NotFound
 from semantide.shared.history import Histories
+from semantide.shared.recommendation import RecommendationAnswer, RecommendedItem
 
 from .world import Server, wait_until
 

@@ -18,7 +18,9 @@ import pytest
 from semantide.services.serving.replicas import Asked
 from semantide.services.serving.router import Router, _history_items
 from semantide.shared import http
+from semantide.shared.api_keys import ApiKey
 from semantide.shared.broker import free_port
+from semantide.shared.rate_limits import RateLimits
 from semantide.shared.room import Room
 
 from .world import Server, World, post, storm, wait_until
@@ -67,7 +69,7 @@ def routing(
 ) -> Iterator[tuple[httpx.Client, Router]]:
     router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, 1_000_000, clock)
     port = free_port()
-    server = http.Server(http.Gate(router, [KEY], 1_000_000), "127.0.0.1", port)
+    server = http.Server(http.Gate(router, [ApiKey.parse(KEY)], 1_000_000, RateLimits(0, 1, time.monotonic)), "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

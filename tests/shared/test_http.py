@@ -12,13 +12,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from semantide.shared import operations_api
-from semantide.shared.api_keys import api_keys, local_key
+from semantide.shared.access import OPEN_PATHS
+from semantide.shared.api_keys import ApiKey, api_keys, local_key
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect, free_port
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
-from semantide.shared.http import OPEN_PATHS, APIRouter, Server, build_app
+from semantide.shared.http import APIRouter, Server, build_app
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
@@ -169,9 +170,9 @@ def test_a_probe_does_not_wait_for_a_broker_that_says_nothing(make_room: Callabl
 def test_keys_beyond_loopback_must_be_configured(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="SEMANTIDE_API_KEYS"):
         api_keys(Settings(data_dir=tmp_path, host="0.0.0.0", api_keys=""))
-    assert api_keys(Settings(data_dir=tmp_path, host="0.0.0.0", api_keys="a, b")) == ["a", "b"]
+    assert api_keys(Settings(data_dir=tmp_path, host="0.0.0.0", api_keys="a, b")) == [ApiKey.parse("a"), ApiKey.parse("b")]
     made = api_keys(Settings(data_dir=tmp_path, api_keys=""))
-    assert made == api_keys(Settings(data_dir=tmp_path, api_keys="")) == [local_key(tmp_path)]
+    assert made == api_keys(Settings(data_dir=tmp_path, api_keys="")) == [ApiKey.parse(local_key(tmp_path) or "")]
     assert (tmp_path / "api_key").stat().st_mode & 0o077 == 0
 
 

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ROOMS = ("kernels", "shared", "services", "operators")
+ROOMS = ("client", "kernels", "shared", "services", "operators")
 
 
 def test_the_package_list_matches_the_tree() -> None:
