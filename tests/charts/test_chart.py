@@ -15,13 +15,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from semantide.operators.pod_template import check_template, merged
+from semantide.operators.pod_template import check_template
 from semantide.operators.resources import NPUJob, NPUJobSpec, NPUService
 from semantide.services import local
 from semantide.shared.cluster_jobs import NPUJobs
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JOB_ROOMS, ROOMS, JobRecord, JobSpec
 from semantide.shared.npujob import Deployment, body
+from semantide.shared.pod_template import merged
 
 PROFILES = ("", "cpu", "nvidia", "ascend")
 VERSIONS = ("1.28", "1.33", "1.37")
