@@ -87,7 +87,7 @@ ENV PATH=/opt/semantide/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     SEMANTIDE_DATA_DIR=/data \
     SEMANTIDE_IMPORT_ROOTS=/data/uploads \
-    SEMANTIDE_HOST=0.0.0.0 \
+    SEMANTIDE_HOST=:: \
     SEMANTIDE_PORT=8000
 # What was cut out or did not fit together shows here and not at a customer's.
 RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c "import torch, polars, pyarrow.parquet, pyarrow.compute, pyarrow.fs, uvloop, sklearn.feature_extraction.text, scipy.optimize; import semantide.services.local"

@@ -11,13 +11,14 @@ from semantide.operators.balancing import ReplicaLoad
 from semantide.operators.service_load import LoadReader
 from semantide.operators.service_pods import HTTP_PORT
 from semantide.operators.snapshot import Snapshot
+from semantide.shared.pod_template import RELEASE_LABEL
 
 
 class Loads:
-    """One reader for each service; ``key`` is shown to replicas in ``own_namespace`` alone: what answers elsewhere is somebody else's."""
+    """One reader for each service; ``key`` is shown to replicas of ``own_namespace`` and ``release`` alone: what else answers is somebody else's."""
 
-    def __init__(self, key: str, own_namespace: str, clock: Callable[[], float], client: httpx.Client | None = None) -> None:
-        self._key, self._own_namespace, self._clock = key, own_namespace, clock
+    def __init__(self, key: str, own_namespace: str, clock: Callable[[], float], client: httpx.Client | None = None, release: str = "") -> None:
+        self._key, self._own_namespace, self._clock, self._release = key, own_namespace, clock, release
         self._client = client or httpx.Client(timeout=2.0)
         self._readers: dict[str, LoadReader] = {}
 
@@ -29,7 +30,8 @@ class Loads:
                 pods[pod.namespace, pod.owner].append(pod)
         result = {}
         for service in snapshot.services:
-            key = self._key if service.namespace == self._own_namespace else ""
+            ours = service.namespace == self._own_namespace and service.metadata.labels.get(RELEASE_LABEL, self._release) == self._release
+            key = self._key if ours else ""
             reader = self._readers.setdefault(service.key, LoadReader(key, self._clock, self._client))
             addresses = {pod.name: f"http://{_host(pod.address)}:{HTTP_PORT}" for pod in pods[service.namespace, service.metadata.uid]}
             result[service.key] = tuple(reader.read(addresses))

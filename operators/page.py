@@ -8,6 +8,8 @@ from threading import Thread
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from semantide.shared.listening import EVERY, bound_socket
+
 
 class Page:
     """Serves /metrics, /healthz and /readyz from a thread of its own."""
@@ -32,8 +34,11 @@ class Page:
             def log_message(self, format: str, *args: object) -> None:
                 """Requests are not logged."""
 
-        self._server = ThreadingHTTPServer(("", port), Handler)
-        self.port: int = self._server.server_address[1]
+        self._server = ThreadingHTTPServer(("", port), Handler, bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket = bound_socket(EVERY, port)
+        self._server.server_activate()
+        self.port: int = self._server.socket.getsockname()[1]
         self._thread = Thread(target=self._server.serve_forever, name="page", daemon=True)
 
     def start(self) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import reduce
 from hashlib import sha256
 from json import dumps
 from typing import Any
 
 from semantide.operators.resources import API_VERSION, JOB_LABEL, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL, NPUJob, NPUService
 from semantide.operators.settings import OperatorSettings
+from semantide.shared.pod_template import RELEASE_LABEL, merged
 
 _METADATA = ("labels", "annotations")
 _POD = (
@@ -35,8 +35,6 @@ _MAPS = frozenset((
 _LISTS_OF_MAPS = frozenset((
     "tolerations", "imagePullSecrets", "volumes", "initContainers", "hostAliases", "env", "envFrom", "volumeMounts", "ports",
 ))  # fmt: skip
-# Lists whose entries have a name of their own: a later entry of the same name replaces the earlier one.
-_NAMED = {"env": "name", "volumes": "name", "volumeMounts": "mountPath", "imagePullSecrets": "name", "initContainers": "name", "ports": "containerPort"}
 
 
 @dataclass(frozen=True)
@@ -74,32 +72,19 @@ def owner_label(owner: NPUJob | NPUService) -> dict[str, str]:
     return {JOB_LABEL if isinstance(owner, NPUJob) else SERVICE_LABEL: name}
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """One template over another: maps are merged, named lists by name, other lists one after the other."""
-    result = deepcopy(dict(base))
-    for key, value in over.items():
-        below = result.get(key)
-        if isinstance(below, dict) and isinstance(value, Mapping):
-            result[key] = merged(below, value)
-        elif isinstance(below, list) and isinstance(value, Sequence) and not isinstance(value, str):
-            named = _NAMED.get(key)
-            kept = below if named is None else [entry for entry in below if entry.get(named) not in {other.get(named) for other in value}]
-            result[key] = [*kept, *deepcopy(list(value))]
-        else:
-            result[key] = deepcopy(value)
-    return result
-
-
 def full_template(owner: NPUJob | NPUService, settings: OperatorSettings) -> dict[str, Any]:
-    """A resource's template over the operator's, whose volumes and Secrets are those of its own namespace.
+    """A resource's template; over the operator's where it belongs to no release, whose template would be whole.
+
+    The operator's volumes and Secrets are those of its own namespace.
 
     Raises: ValueError for an unknown field, and for one that is not of its form.
     """
-    own = [settings.pod_template, *([settings.replica_template] if isinstance(owner, NPUService) else []), settings.pod_extras]
-    templates = [*(own if owner.namespace == settings.own_namespace else []), owner.spec.template]
-    for template in templates:
-        check_template(template)
-    return reduce(merged, templates, {})
+    template: Mapping[str, Any] = {}
+    if owner.namespace == settings.own_namespace and RELEASE_LABEL not in owner.metadata.labels:
+        template = settings.pod_template if isinstance(owner, NPUJob) else settings.replica_template
+    for each in (template, owner.spec.template):
+        check_template(each)
+    return merged(template, owner.spec.template)
 
 
 def child_labels(owner: NPUJob | NPUService, template: Mapping[str, Any]) -> dict[str, str]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from semantide.operators.actions import Remove
 from semantide.operators.job_pods import claim_devices, claim_template, device_annotations, visible_devices
-from semantide.operators.pod_template import Container, child_name, full_template, merged, owned, owner_label, pod_manifest, short_digest
+from semantide.operators.pod_template import Container, child_name, full_template, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.resources import NODE_ANNOTATION, REVISION_LABEL, NPUService, PodPlacement
 from semantide.operators.settings import OperatorSettings
+from semantide.shared.pod_template import merged
 
 HTTP_PORT = 8000
 _ENTRY = ("semantide", "replica")

@@ -28,11 +28,11 @@ class OperatorSettings(BaseSettings):
     image: str = "semantide:0.2.0"
     """Image of pods whose resource names none."""
     pod_template: dict[str, Any] = {}
-    """What every pod in the operator's own namespace gets, below what its resource's `template` says. JSON, in that field's form."""
-    pod_extras: dict[str, Any] = {}
-    """More of the same, which goes before `pod_template`. JSON."""
+    """What pods of jobs in the operator's own namespace get that belong to no release (`kubectl apply`), below what their resource's `template` says. JSON, in that field's form."""
     replica_template: dict[str, Any] = {}
-    """What pods of services in the operator's own namespace get besides `pod_template`: what answering requests needs and a job does not. JSON."""
+    """The same for pods of services. JSON."""
+    release: str = ""
+    """The operator's own release: its services' replicas, and those of no release, are shown the key when their metrics are read."""
     port: int = Field(default=8080, ge=0, le=65535)
     """TCP port of /metrics, /healthz and /readyz. 0: none."""
     lease_seconds: float = Field(default=15.0, ge=2)

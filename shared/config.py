@@ -24,7 +24,7 @@ class Settings(BaseSettings):
     artifacts_url: str = ""
     """Root of the artifact store, any fsspec URL (s3://bucket/prefix). Empty: ``data_dir``/artifacts."""
     host: str = "127.0.0.1"
-    """Address the APIs listen on. Beyond loopback an API key must be configured."""
+    """Address the APIs listen on; ``::`` is every one of this machine, of IPv6 and IPv4. Beyond loopback an API key must be configured."""
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port of the APIs."""
     url: str = ""
@@ -152,7 +152,7 @@ class Settings(BaseSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a process shows its metrics without a key; ``semantide up`` gives its workers this one and the next. 0: none."""
     metrics_host: str = "127.0.0.1"
-    """Address of that port; in a pod or container 0.0.0.0, so that a collector reaches it."""
+    """Address of that port; in a pod or container ``::`` (every one), so that a collector reaches it."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, http://host:4318. Empty: traces stay in the process, nothing leaves the machine."""
     log_level: str = "INFO"

@@ -34,6 +34,7 @@ from semantide.shared.access import OPEN_PATHS, UNLIMITED_PATHS, audited, needed
 from semantide.shared.api_keys import ApiKey, api_keys
 from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
+from semantide.shared.listening import EVERY, bound_socket, listening_address
 from semantide.shared.rate_limits import RateLimits
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
@@ -210,7 +211,18 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI | Gate, host: str, port: int, backlog: int = 2048) -> None:
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "timeout_graceful_shutdown": _DRAIN_SECONDS}
-        super().__init__(uvicorn.Config(app, host=host, port=port, backlog=backlog, **options))
+        super().__init__(uvicorn.Config(app, host=listening_address(host), port=port, backlog=backlog, **options))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, on addresses of both kinds where all are asked for."""
+        if sockets is None and self.config.host == EVERY:
+            try:
+                sockets = [bound_socket(EVERY, self.config.port)]
+            except OSError as error:
+                logger("http").error("this address and port cannot be listened on", port=self.config.port, error=str(error))
+                self.should_exit = True
+                return
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take the connections that wait to be taken, close the port, give what was taken a moment to send its request; then as usual."""

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from semantide.shared.contracts import ENDED, JOB_ROOMS, Contract, JobRecord, JobState
 from semantide.shared.errors import BadData
+from semantide.shared.pod_template import merged
 
 GROUP, VERSION, PLURAL, KIND = "semantide.io", "v1alpha1", "npujobs", "NPUJob"
 ROOM_LABEL = f"{GROUP}/room"
@@ -35,7 +36,7 @@ class Deployment(Contract):
     """What the NPUJobs of one deployment have in common.
 
     ``default`` and, over it, ``kinds[kind]`` are parts of an NPUJob's spec: image, profile, npusPerPod, template, scheduler, ... ``labels`` tell two deployments
-    in one namespace apart. An empty ``namespace`` is this process's own. NPUJobs that have ended are kept for ``keepSeconds``.
+    in one namespace apart; with one of ``semantide.io/release`` the template has all that pods need, and the operator adds nothing of its own release. An empty ``namespace`` is this process's own. NPUJobs that have ended are kept for ``keepSeconds``.
     """
 
     namespace: str = ""
@@ -125,7 +126,10 @@ def body(record: JobRecord, deployment: Deployment, attempts: int) -> dict[str, 
 
     Raises: BadData for a number of processes that pods cannot share.
     """
-    spec = _merged(deployment.default, deployment.kinds.get(record.spec.kind, {}))
+    own = deployment.kinds.get(record.spec.kind, {})
+    spec = _merged(deployment.default, own)
+    if "template" in spec:
+        spec["template"] = merged(deployment.default.get("template") or {}, own.get("template") or {})
     wish = record.spec.cluster
     npus = spec.get("npusPerPod", 0) if wish.npus_per_pod is None else wish.npus_per_pod
     processes = record.spec.config.get("processes") or 0

@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest, start_http_server
 
 from semantide.shared.config import Settings
+from semantide.shared.listening import listening_address
 from semantide.shared.version import code_version
 
 _started = False
@@ -46,7 +47,7 @@ def start(process: str, settings: Settings) -> None:
     trace.set_tracer_provider(tracing)
     metrics.set_meter_provider(MeterProvider(resource=resource, metric_readers=[PrometheusMetricReader()]))
     if settings.metrics_port:
-        start_http_server(settings.metrics_port, addr=settings.metrics_host)
+        start_http_server(settings.metrics_port, addr=listening_address(settings.metrics_host))
     start_logs(process, settings.log_level)
 
 

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from semantide.shared.api_keys import api_keys
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS
 from semantide.shared.errors import Conflict
+from semantide.shared.listening import bound_socket, listening_address
 
 _STABLE_SECONDS = 30.0
 _END_SECONDS = 30.0
@@ -86,17 +86,14 @@ def check_port(host: str, port: int) -> None:
 
     Raises: Conflict, ValueError for an address this machine does not have.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except PermissionError:
-            raise Conflict(f"port {port} may not be used by this account: choose one above 1023 with --port") from None
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise Conflict(f"port {port} on {host} is taken: stop what listens there, or choose another with --port (or SEMANTIDE_PORT)") from None
-            raise ValueError(f"cannot listen on {host}:{port} ({error}): give an address of this machine with --host") from None
+    try:
+        bound_socket(host, port).close()
+    except PermissionError:
+        raise Conflict(f"port {port} may not be used by this account: choose one above 1023 with --port") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Conflict(f"port {port} on {host} is taken: stop what listens there, or choose another with --port (or SEMANTIDE_PORT)") from None
+        raise ValueError(f"cannot listen on {host}:{port} ({error}): give an address of this machine with --host") from None
 
 
 def _die_with_parent() -> None:
@@ -143,7 +140,8 @@ class Stack:
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self.settings, self._say = settings, say
         self.folder = settings.data_dir.absolute()
-        self.url = f"http://{'[' + settings.host + ']' if ':' in settings.host else settings.host}:{settings.port}"
+        host = listening_address(settings.host)
+        self.url = f"http://{'[' + host + ']' if ':' in host else host}:{settings.port}"
         self._ending = threading.Event()
         self._lock: int | None = None
         self._broker: broker.OwnBroker | None = None

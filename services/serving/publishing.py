@@ -1,7 +1,7 @@
 """The gate before what is live: a candidate is compared with what answers in its place, user by user, and goes live only if it is not worse.
 
 The comparison is an ``evaluate`` job of the training room, on the held-out part of the candidate's own data set, which neither model has seen; its verdict comes back as a message.
-A comparison that ends without a verdict holds the candidate back, with the reason.
+A comparison that ends without a verdict holds the candidate back, with the reason; one that is resumed then decides as it would have.
 """
 
 from __future__ import annotations
@@ -45,19 +45,27 @@ def compare(registry: Registry, candidate: Candidate, store: ArtifactStore, sett
 
 
 class Comparisons:
-    """Looks after comparisons that are under way: one that failed, was cancelled or is known to nobody any more comes to no verdict, and its candidate is held back."""
+    """Looks after comparisons that are under way: one that failed, was cancelled or is known to nobody any more comes to no verdict, and its candidate is held back. One that
+    was resumed since is waited for again."""
 
     def __init__(self, registry: Registry, jobs: Jobs) -> None:
         self._registry, self._jobs = registry, jobs
         self._seen: int | None = None
         self._waiting: list[tuple[str, str]] = []
+        self._undecided: dict[str, str] = {}
 
     def poll(self) -> None:
         """Look once."""
         version = self._registry.version()
         if version != self._seen:
-            self._waiting = [(one.model, one.judging) for one in self._registry.read().candidates if one.judging]
+            state = self._registry.read()
+            self._waiting = [(one.model, one.judging) for one in state.candidates if one.judging]
+            self._undecided = state.undecided
             self._seen = version
+        for model, job_id in self._undecided.items():
+            if self._ended(job_id) is None:
+                self._registry.reopened(model, job_id)
+                logger("serving").info("candidate is compared again", model=model, job=job_id)
         for model, job_id in self._waiting:
             if (reason := self._ended(job_id)) is not None:
                 self._registry.hold(model, reason, job_id)
@@ -69,6 +77,7 @@ class Comparisons:
             record = self._jobs.get(job_id)
         except NotFound:
             return f"nothing is known of its comparison {job_id}: {_AGAIN}"
+        resume = f"{_AGAIN}, and `semantide jobs resume {job_id}` goes on with this comparison"
         if record.state == "failed":
-            return f"its comparison failed ({record.error}): {_AGAIN}"
-        return f"its comparison was cancelled: {_AGAIN}" if record.state == "cancelled" else None
+            return f"its comparison failed ({record.error}): {resume}"
+        return f"its comparison was cancelled: {resume}" if record.state == "cancelled" else None

@@ -6,13 +6,13 @@ asks for the whole document only when it moved. The last decisions are kept with
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
+from semantide.services.serving import registry_document
 from semantide.services.serving.buckets import BUCKETS, Range, allocate, bucket, owner
 from semantide.shared.contracts import ArtifactRef, CandidateJudged, Contract, Identifier
 from semantide.shared.errors import Conflict, NotFound
@@ -195,12 +195,24 @@ class RegistryState(Contract):
         known = self.candidate(model)
         if known is None or known.judging != evaluation:
             return self
+        candidates = self._noted(model, judging="", judged=evaluation or known.judged)
         if any((old.action, old.model, old.reason, old.evaluation) == ("hold", model, reason, evaluation) for old in self.decisions):
-            return self
-        return self._with(
-            candidates=self._noted(model, judging="", judged=evaluation or known.judged),
-            decisions=self._told("hold", model, known.catalog, now_ms, reason, evaluation=evaluation, **said),
-        )
+            return self if candidates == self.candidates else self._with(candidates=candidates)
+        return self._with(candidates=candidates, decisions=self._told("hold", model, known.catalog, now_ms, reason, evaluation=evaluation, **said))
+
+    @property
+    def undecided(self) -> dict[str, str]:
+        """Evaluations that ended without a verdict and could be resumed, by the candidate on which nothing was decided since."""
+        last = {one.model: one for one in self.decisions}
+        return {
+            one.model: one.judged
+            for one in self.candidates
+            if not one.judging and one.judged and (told := last.get(one.model)) and (told.action, told.evaluation, told.against) == ("hold", one.judged, None)
+        }
+
+    def reopened(self, model: str, job_id: str) -> RegistryState:
+        """With an evaluation waited for again that was resumed, unless something was decided on its candidate since it ended without a verdict."""
+        return self.judging(model, job_id) if self.undecided.get(model) == job_id else self
 
     def rolled_back(self, now_ms: int, reason: str = "") -> RegistryState:
         """With the pair live that was live before; an evaluation of the one that goes decides no more.
@@ -209,7 +221,7 @@ class RegistryState(Contract):
         """
         if not self.previous:
             raise Conflict("nothing was live before the present model: promote one of the candidates instead (GET /v1/serving/candidates)")
-        candidates = self._noted(self.live.model, judging="") if self.live else self.candidates
+        candidates = self._noted(self.live.model, judging="", judged="") if self.live else self.candidates
         return self._decided("rollback", self.previous[-1], now_ms, reason, False, previous=self.previous[:-1], candidates=candidates)
 
     def divided(self, split: Split, now_ms: int, reason: str = "") -> RegistryState:
@@ -230,7 +242,7 @@ class RegistryState(Contract):
 
     def retrieving(self, model: str | None, now_ms: int = 0, reason: str = "") -> RegistryState:
         """With this retriever as second source, or none; an evaluation of one that goes decides no more."""
-        candidates = self._noted(model, promoted=True, judging="") if model else self._noted(self.retriever or "", judging="")
+        candidates = self._noted(model, promoted=True, judging="") if model else self._noted(self.retriever or "", promoted=True, judging="", judged="")
         if (model, candidates, None) == (self.retriever, self.candidates, self.following):
             return self
         told = self.decisions if model in (None, self.retriever) else self._told("promote", model, None, now_ms, reason)
@@ -289,6 +301,9 @@ class RegistryState(Contract):
         return self._with(live=pair, decisions=self._told(action, pair.model, pair.catalog, now_ms, reason, forced=forced, **(said or {})), **changes)
 
 
+_NOTES: Mapping[str, type[Contract]] = {"decisions": Decision, "candidates": Candidate}
+
+
 class Registry:
     """The state of one deployment in Redis."""
 
@@ -307,7 +322,7 @@ class Registry:
 
     @staticmethod
     def _parse(raw: bytes | None) -> RegistryState:
-        return RegistryState.model_validate(json.loads(raw)) if raw else RegistryState()
+        return registry_document.read(raw, RegistryState, _NOTES) if raw else RegistryState()
 
     def change(self, function: Callable[[RegistryState], RegistryState]) -> RegistryState:
         """Apply a pure function to the state, again if somebody else was quicker; what it raises changes nothing."""
@@ -317,7 +332,7 @@ class Registry:
             new = function(old)
             pipe.multi()
             if new != old:
-                pipe.set(self._key, new.model_dump_json())
+                pipe.set(self._key, registry_document.written(new, _NOTES))
                 pipe.set(self._version_key, new.version)
             return new
 
@@ -351,6 +366,10 @@ class Registry:
     def judging(self, model: str, job_id: str) -> RegistryState:
         """Note the evaluation that decides on a candidate."""
         return self.change(lambda state: state.judging(model, job_id))
+
+    def reopened(self, model: str, job_id: str) -> RegistryState:
+        """Wait again for an evaluation that was resumed."""
+        return self.change(lambda state: state.reopened(model, job_id))
 
     def judged(self, verdict: CandidateJudged) -> RegistryState:
         """Carry out what an evaluation has found, where it is waited for. Load what may go live first: the registry does not.

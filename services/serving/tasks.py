@@ -85,6 +85,8 @@ def decide(message: CandidateJudged, room: Room) -> None:
     """Promote a candidate that is not worse than the live model; keep the figures either way. Where another model has gone live meanwhile, it is compared with that."""
     registry = Registry(room.broker)
     state = registry.read()
+    if state.undecided.get(message.model) == message.job_id and _resumed(room, message.job_id):
+        state = registry.reopened(message.model, message.job_id)
     known = state.candidate(message.model)
     if known is None or known.judging != message.job_id:
         logger("serving").info("nobody waits for this verdict", model=message.model, job=message.job_id)
@@ -106,6 +108,14 @@ def decide(message: CandidateJudged, room: Room) -> None:
     logger("serving").info(
         "candidate was judged", model=message.model, live=live[0] == message.model, job=message.job_id, reason=message.reason, figures=message.figures
     )
+
+
+def _resumed(room: Room, job_id: str) -> bool:
+    """Whether a job that ended without a verdict has been resumed, so that a verdict is no late one of its first run."""
+    try:
+        return Jobs(room.broker).get(job_id).resumes > 0
+    except NotFound:
+        return False
 
 
 @handler(TablePublished)

@@ -54,11 +54,11 @@ def values_table() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def render(lint: ModuleType) -> Callable[..., Manifests]:
-    """A function that renders the chart: profile, further options -> manifests."""
+    """A function that renders the chart: profile, further options, name of the release -> manifests."""
 
     @functools.cache
-    def run(profile: str = "", *options: str) -> Manifests:
-        outcome = lint.helm("template", "shop", str(lint.CHART), "--namespace", "shop", *lint.profile_options(profile), *options)
+    def run(profile: str = "", *options: str, release: str = "shop") -> Manifests:
+        outcome = lint.helm("template", release, str(lint.CHART), "--namespace", "shop", *lint.profile_options(profile), *options)
         assert outcome.returncode == 0, outcome.stderr
         return [manifest for manifest in yaml.safe_load_all(outcome.stdout) if manifest]
 

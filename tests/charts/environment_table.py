@@ -17,7 +17,7 @@ SCHEMA = Path(__file__).resolve().parents[2] / "charts" / "semantide" / "values.
 # What the chart sets itself.
 OWN = ("data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port", "metrics_host")
 OPERATOR_OWN = (
-    "namespace", "own_namespace", "identity", "image", "port", "scheduler", "profile", "resource_name", "device_info_namespace", "log_level", "pod_template", "pod_extras", "replica_template", "api_keys",
+    "namespace", "own_namespace", "identity", "image", "port", "scheduler", "profile", "resource_name", "device_info_namespace", "log_level", "pod_template", "replica_template", "release", "api_keys",
 )  # fmt: skip
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 

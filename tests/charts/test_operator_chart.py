@@ -192,9 +192,10 @@ def test_the_deployment_sets_what_the_operator_reads(render: Render, monkeypatch
         if "value" in entry:
             monkeypatch.setenv(entry["name"], entry["value"])
     settings = OperatorSettings()
-    assert settings.unschedulable_seconds == 7 and settings.profile == "ascend" and settings.pod_extras == {"nodeSelector": {"pool": "npu"}}
-    check_template(settings.pod_template)
-    assert {volume["name"] for volume in settings.pod_template["volumes"]} >= {"data"}
+    assert settings.unschedulable_seconds == 7 and settings.profile == "ascend" and settings.release == "shop"
+    for template in (settings.pod_template, settings.replica_template):
+        check_template(template)
+        assert template["nodeSelector"] == {"pool": "npu"} and {volume["name"] for volume in template["volumes"]} >= {"data"}
 
 
 def test_the_schema_of_replicas_is_the_resources_own(lint: ModuleType, render: Render) -> None:

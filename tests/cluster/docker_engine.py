@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO
 
 BASE_IMAGE = "python:3.11-slim-bookworm"
-REDIS_IMAGE = "redis:7"
+REDIS_IMAGE = "valkey/valkey:9.1"
 _PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "ip": "iproute2", "mmdebstrap": "mmdebstrap"}
 _PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}  # plugin -> Debian 13's package of it
 _PLUGIN_SUITE = "trixie"
@@ -366,7 +366,7 @@ def base_image(running: Engine, name: str = BASE_IMAGE) -> str:
 
 
 def redis_image(running: Engine, name: str = REDIS_IMAGE) -> str:
-    """Debian's redis-server under the name of the official image, with its user and folder; the image's name."""
+    """Debian's redis-server, which Valkey's image has too, under the name of that image, with its user and folder; the image's name."""
     commands = ("groupmod --gid 999 redis", "usermod --uid 999 --gid 999 redis", "install --directory --owner=redis --group=redis /data")
     return _imported(running, name, "redis-server,ca-certificates", commands, ["USER redis"])
 

@@ -19,7 +19,7 @@ from semantide.shared.jobs import Jobs
 from tests.compose.conftest import torch_index
 
 from .api import Api, Object, until
-from .docker_engine import Engine, redis_image
+from .docker_engine import REDIS_IMAGE, Engine, redis_image
 from .kubelet import Kubelet
 from .release import CHART, REPOSITORY, Release, remove_definitions, unbound
 
@@ -175,6 +175,7 @@ def values(workers: tuple[str, ...]) -> Object:
         "dataAccessMode": "ReadWriteMany",
         "apis": {"all": worker},
         "workers": {room: worker if room in workers else None for room in rooms},
+        "redisImage": REDIS_IMAGE,
         "redisResources": _SMALL,
     }
 

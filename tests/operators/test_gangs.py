@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, pod_names
-from semantide.operators.pod_template import merged, owner_label
+from semantide.operators.pod_template import owner_label
 from semantide.operators.resources import NPUJob, PodPlacement
 from semantide.operators.settings import OperatorSettings
+from semantide.shared.pod_template import merged
 
 
 def job(name: str = "train", uid: str = "uid-1", **spec: Any) -> NPUJob:

@@ -190,6 +190,56 @@ def test_a_comparison_without_a_verdict_holds_the_candidate_back_with_the_reason
     assert registry.read() == state and len(jobs(world)) == (ends != "forgotten"), "a late verdict and a message that comes again change nothing"
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["looked after", "quicker than any look"])
+@pytest.mark.parametrize("kind", ["generator", "retriever"])
+def test_a_comparison_that_is_resumed_ends_in_the_decision_of_its_first_run(world: World, kind: str, seen: bool) -> None:
+    registry, work = Registry(world.room.broker), Jobs(world.room.broker, world.room.queues)
+    comparisons = Comparisons(registry, work)
+    if kind == "generator":
+        live, second, catalog = world.live(0).model, world.add_model(1), world.catalog_ref
+    else:
+        live, second, catalog = add_retriever(world, 1), add_retriever(world, 2), None
+        registry.retrieve(live)
+    tasks.keep_candidate(ModelTrained(job_id="train-2", model=second, catalog=catalog, promote="if-not-worse"), world.room)
+    (record,) = jobs(world)
+    for error in ("RankLost: a pod was lost", "RankLost: another one"):
+        work.end(record, "failed", error=error)
+        comparisons.poll()
+        assert registry.read().decisions[-1].action == "hold" and error in registry.read().decisions[-1].reason
+        work.resume(record.id)
+        if seen:
+            comparisons.poll()
+            assert registry.read().candidate(second).judging == record.id  # type: ignore[union-attr]
+        else:
+            break
+    message = CandidateJudged(job_id=record.id, model=second, catalog=catalog, against=live, not_worse=True, cases=90, figures=FIGURES)
+    for _ in range(2):
+        tasks.decide(message, world.room)
+    state = registry.read()
+    assert (state.live.model if kind == "generator" and state.live else state.retriever) == second
+    assert [one.action for one in state.decisions if one.evaluation == record.id] == ["hold"] * (2 if seen else 1) + ["promote"]
+    assert state.decisions[-1].figures == FIGURES and not state.undecided
+
+
+@pytest.mark.parametrize("since", ["promoted and rolled back", "compared again", "taken away"])
+def test_a_resumed_comparison_overrules_nobody(since: str) -> None:
+    one = pair(2)
+    state = waiting().held(one.model, "its comparison failed", 20, evaluation="evaluate-1")
+    assert state.undecided == {one.model: "evaluate-1"} and state.reopened(one.model, "evaluate-1").candidate(one.model).judging  # type: ignore[union-attr]
+    if since == "promoted and rolled back":
+        state = state.promoted(one, 30).rolled_back(40)
+        # Compared while it was live before, and taken away after that came to nothing.
+        again = state.promoted(one, 50).judging(one.model, "evaluate-2").held(one.model, "its comparison failed", 60, evaluation="evaluate-2").rolled_back(70)
+        assert again.reopened(one.model, "evaluate-2") is again
+    elif since == "compared again":
+        state = state.judging(one.model, "evaluate-2")
+    else:
+        state = RegistryState().retrieving(model(7)).registered(Candidate(model=model(7))).judging(model(7), "evaluate-1")
+        state = state.held(model(7), "its comparison failed", 20, evaluation="evaluate-1").retrieving(None)
+        assert state.reopened(model(7), "evaluate-1") is state
+    assert state.reopened(one.model, "evaluate-1") is state
+
+
 def spoiled(world: World, ref: str, **card: Any) -> str:
     """A copy of a model whose card says something else."""
     folder = world.folder / f"spoiled-{len(list(world.folder.iterdir()))}"

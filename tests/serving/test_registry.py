@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 
 import pytest
@@ -119,3 +120,48 @@ def test_old_candidates_go_but_never_what_is_live():
         state = state.registered(Candidate(model=model(number), catalog=catalog(1)))
     assert len(state.candidates) == 50
     assert state.candidate(model(0)) is not None and state.candidate(model(119)) is not None and state.candidate(model(5)) is None
+
+
+def retrievers() -> RegistryState:
+    """A generator and a retriever are live, and another retriever was held back."""
+    state = RegistryState().registered(Candidate(model=model(1), catalog=catalog(1))).promoted(pair(1, 1), 1)
+    one, other = (model(number) for number in (2, 3))
+    state = state.registered(Candidate(model=one)).retrieving(one, 2, "asked for").registered(Candidate(model=other))
+    return state.judging(other, "evaluate-1").held(other, "its comparison failed", 3, evaluation="evaluate-1")
+
+
+def test_versions_that_knew_no_decisions_about_retrievers_read_the_registry(broker):
+    """Those before 0.2 want a catalog in every candidate and decision, and know these fields alone."""
+    registry = Registry(broker)
+    assert registry.change(lambda _: retrievers()) == registry.read() == retrievers()
+    document = json.loads(broker.get(registry._key))
+    candidate = {"model", "catalog", "job_id", "registered", "recipe", "metrics", "promoted", "judging", "judged"}
+    decision = {"action", "model", "catalog", "time", "reason", "forced", "shares", "evaluation", "against", "cases", "figures"}
+    state = {"version", "live", "previous", "candidates", "decisions", "extensions", "split", "retriever", "following", "followed"}
+    for name, fields in (("candidates", candidate), ("decisions", decision)):
+        for note in document[name]:
+            assert set(note) <= fields and re.fullmatch(r"[a-z]+/sha256-[0-9a-f]{64}", note["catalog"])
+            assert note.get("action", "promote") in ("promote", "rollback", "extend", "split", "hold")
+    assert set(document) <= state and len(document["decisions"]) == 3
+
+
+def test_what_a_later_version_has_added_is_left_out(broker):
+    registry = Registry(broker)
+    known = registry.change(lambda _: retrievers())
+    document = json.loads(broker.get(registry._key))
+    odd = {"action": "canary", "model": model(4), "catalog": None, "time": 9}
+    document["decisions"] = [{**document["decisions"][0], "why": {"more": 1}}, odd, "later", *document["decisions"][1:]]
+    document["candidates"].append({"model": {"shards": 4}, "catalog": catalog(1)})
+    document |= {"weather": "fine", "live": {**document["live"], "adapter": "x"}}
+    broker.set(registry._key, json.dumps(document))
+    assert registry.read() == known
+    assert registry.promote(pair(5, 5)).previous == (pair(1, 1),), "and it goes on from there"
+
+
+def test_a_registry_whose_live_model_cannot_be_read_is_not_taken_for_an_empty_one(broker):
+    registry = Registry(broker)
+    registry.change(lambda _: retrievers())
+    document = json.loads(broker.get(registry._key))
+    broker.set(registry._key, json.dumps({**document, "live": {"models": [1, 2]}}))
+    with pytest.raises(ValueError, match="live"):
+        registry.read()

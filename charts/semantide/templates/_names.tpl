@@ -31,16 +31,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.imageRepository }}:{{ .Values.imageTag | default .Chart.AppVersion }}
 {{- end -}}
 
+{{/* Which addresses a Service has. */}}
+{{- define "semantide.ipFamilies" -}}
+{{- with .Values.serviceIpFamilyPolicy }}ipFamilyPolicy: {{ . }}{{ end -}}
+{{- end -}}
+
 {{- define "semantide.secretName" -}}
 {{ include "semantide.name" . }}-keys
 {{- end -}}
 
 {{- define "semantide.serviceAccountName" -}}
-{{- if .Values.serviceAccountName -}}
-{{ .Values.serviceAccountName }}
-{{- else -}}
-{{ ternary (include "semantide.name" .) "default" .Values.serviceAccountCreate }}
+{{- if not (or .Values.serviceAccountName .Values.serviceAccountCreate) -}}
+{{- fail "serviceAccountCreate is false and serviceAccountName is empty: name an account of yours, or set serviceAccountCreate=true; the namespace's default account, which any pod there has, must not get the rooms' rights" -}}
 {{- end -}}
+{{ .Values.serviceAccountName | default (include "semantide.name" .) }}
 {{- end -}}
 
 {{- define "semantide.dataClaim" -}}

@@ -97,12 +97,17 @@ podAffinity:
 {{- end }}
 {{- end -}}
 
+{{/* Arguments root, ranks: ranks of one pod and the workers of their loaders pass tensors through /dev/shm, of which a container has 64 MiB by itself. */}}
 {{- define "semantide.volumes" -}}
 - name: data
   persistentVolumeClaim:
-    claimName: {{ include "semantide.dataClaim" . }}
+    claimName: {{ include "semantide.dataClaim" .root }}
 - name: tmp
   emptyDir: {}
+{{- if .ranks }}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ .root.Values.sharedMemorySize }}}
+{{- end }}
 {{- end -}}
 
 {{- define "semantide.volumeMounts" -}}
@@ -110,49 +115,10 @@ podAffinity:
   mountPath: /data
 - name: tmp
   mountPath: /tmp
-{{- end -}}
-
-{{/* What every pod of an NPUJob or NPUService gets, as JSON in the form of their field `template`: the same surroundings as a process of the release. */}}
-{{- define "semantide.jobTemplate" -}}
-labels:
-  semantide.io/data: {{ include "semantide.dataClaim" . }}
-annotations:
-  checksum/settings: {{ include (print .Template.BasePath "/settings.yaml") . | sha256sum }}
-serviceAccountName: {{ include "semantide.serviceAccountName" . }}
-automountServiceAccountToken: false
-enableServiceLinks: false
-imagePullPolicy: {{ .Values.imagePullPolicy }}
-{{- with include "semantide.pullSecrets" . }}
-{{ . }}
+{{- if .ranks }}
+- name: shared-memory
+  mountPath: /dev/shm
 {{- end }}
-securityContext:
-  {{- include "semantide.podSecurity" . | nindent 2 }}
-containerSecurityContext:
-  {{- include "semantide.containerSecurity" . | nindent 2 }}
-{{- if eq .Values.dataAccessMode "ReadWriteOnce" }}
-affinity:
-  {{- include "semantide.dataAffinity" . | nindent 2 }}
-{{- end }}
-envFrom:
-  {{- include "semantide.environmentFrom" . | nindent 2 }}
-env:
-  - name: SEMANTIDE_REDIS_URL
-    valueFrom:
-      {{- include "semantide.redisUrl" . | nindent 6 }}
-volumes:
-  {{- include "semantide.volumes" . | nindent 2 }}
-volumeMounts:
-  {{- include "semantide.volumeMounts" . | nindent 2 }}
-{{- end -}}
-
-{{/* What pods of an NPUService get besides: jobs answer nobody, and know no key. */}}
-{{- define "semantide.replicaTemplate" -}}
-env:
-  - name: SEMANTIDE_API_KEYS
-    valueFrom:
-      {{- include "semantide.apiKeys" . | nindent 6 }}
-  - name: SEMANTIDE_METRICS_HOST
-    value: 0.0.0.0
 {{- end -}}
 
 {{/* The pod of one process: arguments root, process (its values), component, command (list), http (whether it serves HTTP). */}}
@@ -235,7 +201,7 @@ spec:
         {{- end }}
         {{- if .root.Values.metricsEnabled }}
         - name: SEMANTIDE_METRICS_HOST
-          value: 0.0.0.0
+          value: {{ .root.Values.listenAddress | quote }}
         {{- end }}
         - name: OMP_NUM_THREADS
           value: {{ .process.threads | default 1 | toJson | quote }}
@@ -272,7 +238,7 @@ spec:
         requests: {{ merge (dict) $accelerators ($resources.requests | default dict) | toJson }}
         limits: {{ merge (dict) $accelerators ($resources.limits | default dict) | toJson }}
       volumeMounts:
-        {{- include "semantide.volumeMounts" .root | nindent 8 }}
+        {{- include "semantide.volumeMounts" (dict "root" .root "ranks" (not .http)) | nindent 8 }}
   volumes:
-    {{- include "semantide.volumes" .root | nindent 4 }}
+    {{- include "semantide.volumes" (dict "root" .root "ranks" (not .http)) | nindent 4 }}
 {{- end -}}
