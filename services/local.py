@@ -27,7 +27,8 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS, RunJob
 from semantide.shared.errors import BrokerUnavailable, PermanentError
-from semantide.shared.jobs import AGAIN, FAILED, Jobs, run_job
+from semantide.shared.job_process import run_job
+from semantide.shared.jobs import AGAIN, FAILED, Jobs
 from semantide.shared.queues import Queues, handler
 from semantide.shared.room import Room
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.http import APIRouter, Query, Response
-from semantide.shared.job_report import page
+from semantide.shared.job_ending import report_of
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
 
@@ -47,7 +47,8 @@ def build(room: Room) -> APIRouter:
 
     @router.get("/jobs/{job_id}/report", tags=["jobs"], summary="The job and its metrics as one HTML page with plots")
     def report(job_id: str) -> Response:
-        return Response(page(jobs.get(job_id), jobs.metrics(job_id)), media_type="text/html; charset=utf-8")
+        text = report_of(jobs.get(job_id), jobs, room.store, room.settings.data_dir / "jobs" / job_id)
+        return Response(text, media_type="text/html; charset=utf-8")
 
     @router.get("/jobs/{job_id}/log", tags=["jobs"], summary="The end of the log of the job's process")
     def log(job_id: str) -> dict[str, str]:
