@@ -39,6 +39,7 @@ __all__ = [
     "APIRouter",
     "Body",
     "Depends",
+    "FastAPI",
     "HTTPException",
     "JSONResponse",
     "PathParameter",
@@ -48,6 +49,7 @@ __all__ = [
     "Server",
     "StreamingResponse",
     "build_app",
+    "presented_key",
     "run_in_threadpool",
 ]
 
@@ -66,7 +68,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Ready = Callable[[], tuple[bool, str]]
 
 
-def _presented_key(headers: dict[bytes, bytes]) -> str:
+def presented_key(headers: dict[bytes, bytes]) -> str:
+    """The key that a request presents, in whichever of the three ways; empty where it presents none."""
     if key := headers.get(b"x-api-key"):
         return key.decode("latin-1")
     scheme, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
@@ -114,7 +117,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        presented = _presented_key(headers).encode()
+        presented = presented_key(headers).encode()
         if not any([hmac.compare_digest(presented, key) for key in self._keys]):
             answer = _error(
                 401,
