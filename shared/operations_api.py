@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
+
 from semantide.shared.contracts import JobRecord, JobSpec
+from semantide.shared.errors import TransientError
 from semantide.shared.http import APIRouter, Query, Response
 from semantide.shared.job_ending import report_of
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
 
 _LOG_BYTES = 64 * 1024
+_OPERATOR_SECONDS = 5.0
 
 
 def build(room: Room) -> APIRouter:
@@ -62,6 +66,19 @@ def build(room: Room) -> APIRouter:
     @router.get("/artifacts/{kind}/{digest}", tags=["artifacts"], summary="What made an artifact")
     def manifest(kind: str, digest: str) -> dict[str, Any]:
         return room.store.manifest(f"{kind}/{digest}")
+
+    @router.get("/cluster", tags=["jobs"], summary="Nodes and NPUs with what runs on them, and who waits for room and why, as the operator sees it")
+    def cluster() -> dict[str, Any]:
+        address = room.settings.operator_url
+        if not address:
+            return {"configured": False, "time": None, "nodes": [], "jobs": [], "services": []}
+        try:
+            answer = httpx.get(f"{address.rstrip('/')}/cluster", timeout=_OPERATOR_SECONDS)
+            return {"configured": True, **answer.raise_for_status().json()}
+        except (httpx.HTTPError, ValueError) as error:
+            raise TransientError(
+                f"the operator at {address} does not answer ({type(error).__name__}): does it run, and is SEMANTIDE_OPERATOR_URL right?"
+            ) from error
 
     @router.get("/queues", tags=["queues"], summary="Waiting and parked messages")
     def queues() -> dict[str, Any]:

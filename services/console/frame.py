@@ -11,7 +11,7 @@ from nicegui import ui
 
 from semantide.services.console.answers import Refused
 
-PAGES = (("/", "Overview"),)
+PAGES = (("/", "Overview"), ("/try", "Try it"), ("/catalog", "Catalog"), ("/jobs", "Jobs"), ("/models", "Models"), ("/cluster", "Cluster"))
 
 STYLE = """
 body{--ink:#1c2430;--soft:#5c6672;--line:#d3d9e0;--page:#f4f6f8;--card:#fff;--accent:#1f5fb0;--good:#1d7046;--bad:#a3264c;--warn:#8a5a00;
@@ -92,10 +92,26 @@ def frame(title: str, here: str, dark: str) -> Iterator[None]:
         yield
 
 
-def refusal(error: Refused) -> None:
+def refusal(error: Exception) -> None:
     """Why there is nothing to see here."""
     with ui.element("div").props('role="alert"'):
         ui.label(str(error)).classes("bad")
+
+
+async def live(refresh: Callable[[], Awaitable[None]], seconds: float) -> Any:
+    """Fill the page now, and again every so many seconds as long as somebody looks; the timer. Why it cannot be is said on the page."""
+    lost = ui.label("").classes("bad").props('role="status"')
+
+    async def turn() -> None:
+        try:
+            await refresh()
+        except Refused as error:
+            lost.set_text(str(error))
+        else:
+            lost.set_text("")
+
+    await turn()
+    return ui.timer(seconds, turn, immediate=False)
 
 
 async def told(action: Callable[[], Awaitable[str]]) -> bool:

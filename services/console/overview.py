@@ -11,8 +11,8 @@ from typing import Any
 from nicegui import ui
 
 from semantide.services.console.alerts import alerts_of
-from semantide.services.console.answers import Refused, Stack, known
-from semantide.services.console.frame import card, note, picture
+from semantide.services.console.answers import Stack, known
+from semantide.services.console.frame import card, live, picture
 from semantide.services.console.loop import loop_picture, stations
 from semantide.services.console.measures import Look
 from semantide.services.console.tables import Table
@@ -35,7 +35,7 @@ def lines(facts: Mapping[str, Any], look: Look, before: Look | None) -> dict[str
     stats, made = facts["stats"] or {}, Counter(ref.partition("/")[0] for ref in facts["artifacts"] or [])
     answered = look.rate(before, "semantide_recommendations_total") if before else None
     slow = look.quantile(before, "semantide_serving_stage_seconds", 0.99, stage="total") if before else None
-    live = facts["live"] or {}
+    now = facts["live"] or {}
     return {
         "ingestion": [
             f"{count(stats.get('interactions'))} interactions",
@@ -47,7 +47,7 @@ def lines(facts: Mapping[str, Any], look: Look, before: Look | None) -> dict[str
         "training": [f"{count(made['models'])} models, {count(made['evaluations'])} evaluations"],
         "reward": [f"{count(made['rewards'])} reward models"],
         "serving": [
-            f"live: {short(live.get('loaded_model'))}",
+            f"live: {short(now.get('loaded_model'))}",
             f"{count(answered)} answers a second" if answered is not None else "answers: counting",
             f"99 of 100 within {lasting(slow)}" if slow is not None else "none asked just now",
         ],
@@ -80,17 +80,11 @@ async def show(stack: Stack) -> None:
             queues = Table("Messages, by queue", ["queue", "waiting", "parked"], numbers=["waiting", "parked"], empty="All queues are empty.")
     with card("Made last"):
         artifacts = Table("Newest artifact of each kind", ["artifact", "job", "when"])
-    lost = note("").classes("bad").props('role="status"')
     before: Look | None = None
 
     async def refresh() -> None:
         nonlocal before
-        try:
-            facts = await facts_of(stack)
-        except Refused as error:
-            lost.set_text(str(error))
-            return
-        lost.set_text("")
+        facts = await facts_of(stack)
         jobs, depths = facts["jobs"] or [], (facts["queues"] or {}).get("depths", {})
         look = Look.of(facts["metrics"] or "", time.monotonic())
         rooms = stations(lines(facts, look, before), depths, [JOB_ROOMS[job["spec"]["kind"]] for job in jobs if not job["finished"]])
@@ -114,8 +108,7 @@ async def show(stack: Stack) -> None:
         artifacts.show([(row["ref"], [_ref(row["ref"]), _job(row["job"]), ago(row["finished"], now)]) for row in last_made(jobs)])
         before = look
 
-    await refresh()
-    ui.timer(EVERY_SECONDS, refresh)
+    await live(refresh, EVERY_SECONDS)
 
 
 def _ref(ref: str) -> Any:

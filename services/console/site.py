@@ -8,7 +8,7 @@ from typing import Any
 
 from nicegui import ui
 
-from semantide.services.console import frame, overview
+from semantide.services.console import catalog, cluster, frame, jobs, models, overview, recommend
 from semantide.services.console.answers import Refused, Stack
 from semantide.shared.http import Request
 
@@ -60,6 +60,21 @@ def _look(request: Any) -> str:
 
 
 def _pages(framed: Callable[[Any, str, str, Show], Awaitable[None]]) -> None:
-    @ui.page("/", response_timeout=_PAGE_SECONDS)
-    async def at_overview(request: Request) -> None:
-        await framed(request, "Overview", "/", overview.show)
+    plain = (("/", "Overview", overview.show), ("/try", "Try it", recommend.show), ("/catalog", "Catalog", catalog.show))
+    for path, title, show in (*plain, ("/jobs", "Jobs", jobs.show_list), ("/models", "Models", models.show), ("/cluster", "Cluster", cluster.show)):
+        _page(path, title, show, framed)
+
+    @ui.page("/jobs/{ident}", response_timeout=_PAGE_SECONDS)
+    async def one_job(request: Request, ident: str) -> None:
+        await framed(request, "Job", "/jobs", lambda stack: jobs.show_one(stack, ident))
+
+    @ui.page("/compare", response_timeout=_PAGE_SECONDS)
+    async def compared(request: Request) -> None:
+        asked = request.query_params.get("jobs", "")
+        await framed(request, "Compare runs", "/jobs", lambda stack: jobs.show_compared(stack, asked))
+
+
+def _page(path: str, title: str, show: Show, framed: Callable[[Any, str, str, Show], Awaitable[None]]) -> None:
+    @ui.page(path, response_timeout=_PAGE_SECONDS)
+    async def page(request: Request) -> None:
+        await framed(request, title, path, show)
