@@ -64,7 +64,9 @@ class Branches:
         self.sequences_J = torch.searchsorted(offsets_B1, ends_J) - 1
         wrong_J = (self.sequences_J < 0) | (self.sequences_J >= sequences)
         if bool(wrong_J.any()):
-            raise ValueError(f"{int(wrong_J.sum())} of {len(wrong_J)} branches go on from no token of {self.trunk}: name the place behind the last token that each sees")
+            raise ValueError(
+                f"{int(wrong_J.sum())} of {len(wrong_J)} branches go on from no token of {self.trunk}: name the place behind the last token that each sees"
+            )
         self.begins_J = offsets_B1[self.sequences_J]
         self._tiles: dict[tuple[int, int], tuple[Tensor, tuple[TilePart, ...]]] = {}
 
@@ -174,7 +176,9 @@ def _tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tens
     walked = linear_chunks(*(None if x is None else x[:trunk] for x in given), branches.offsets_B1, None, rule)  # type: ignore[arg-type]
     own = [None if x is None else x[trunk:] for x in given]
     if len(v_THe) - trunk != int(branches.offsets_J1[-1]):
-        raise ValueError(f"{len(v_THe) - trunk} tokens behind a trunk of {trunk}, but {int(branches.offsets_J1[-1])} in branches: give each branch's tokens behind the trunk's")
+        raise ValueError(
+            f"{len(v_THe) - trunk} tokens behind a trunk of {trunk}, but {int(branches.offsets_J1[-1])} in branches: give each branch's tokens behind the trunk's"
+        )
     (heads, value_size), size = v_THe.shape[1:], q_TGd.shape[2]
     rows = max(walked.run, int(branches.offsets_J1.diff().max()) if len(branches.ends_J) else 0)
     pairs = rows * (walked.run + rows) * (size if rule.per_channel else 2)
@@ -184,7 +188,9 @@ def _tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tens
     assert walked.starts_NHde is not None
     written_THe = v_THe[:trunk] if walked.written_THe is None else walked.written_THe
     tokens, sizes = [part.tokens for part in parts], [len(group.at_I) for part in parts for group in part.groups]
-    pieces = zip(parts, walked.starts_NHde.split([part.chunks for part in parts]), *(x.split(tokens) for x in (k_TGd[:trunk], written_THe, g[:trunk])), strict=True)
+    pieces = zip(
+        parts, walked.starts_NHde.split([part.chunks for part in parts]), *(x.split(tokens) for x in (k_TGd[:trunk], written_THe, g[:trunk])), strict=True
+    )
     runs = iter(zip(*([None] * len(sizes) if x is None else x[order_I].split(sizes) for x in own), strict=True))
     kept = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     outputs: list[Tensor] = []

@@ -4,7 +4,7 @@ kopf (asyncio)  watches jobs, services, pods and nodes -> ObjectCache, and wakes
 lead            keeps the lease
 turns           one round after the other while this process leads
 measure         asks services' replicas for their load
-page            /metrics, /healthz, /readyz
+page            /metrics, /cluster, /healthz, /readyz
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import kopf
 
 from semantide.operators.cluster import KINDS, KubernetesApi
+from semantide.operators.cluster_view import view
 from semantide.operators.lease import Lease
 from semantide.operators.loads import Loads
 from semantide.operators.meters import Meters
@@ -62,7 +63,7 @@ class Operator:
         """Until SIGTERM or SIGINT, which kopf listens to once it runs."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop.set())
-        page = Page(self._settings.port, self._meters.page, self._alive, lambda: self._listening) if self._settings.port else None
+        page = Page(self._settings.port, self._meters.page, self._view, self._alive, lambda: self._listening) if self._settings.port else None
         if page is not None:
             page.start()
         threads = [threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True) for work in (self._lead, self._turns, self._measure)]
@@ -83,6 +84,9 @@ class Operator:
             self._lease.release()
             if page is not None:
                 page.stop()
+
+    def _view(self) -> dict[str, Any]:
+        return view(self._rounds.last if self._lease.held() else None)
 
     def _alive(self) -> bool:
         now = time.monotonic()

@@ -1,22 +1,29 @@
-"""The operator's page: figures for Prometheus, and whether it lives and is ready."""
+"""The operator's page: figures for Prometheus, the cluster as it sees it, and whether it lives and is ready."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from semantide.shared.listening import EVERY, bound_socket
 
+_CONTENT_TYPES = {"/metrics": CONTENT_TYPE_LATEST, "/cluster": "application/json"}
+
 
 class Page:
-    """Serves /metrics, /healthz and /readyz from a thread of its own."""
+    """Serves /metrics, /cluster, /healthz and /readyz from a thread of its own."""
 
-    def __init__(self, port: int, metrics: Callable[[], bytes], alive: Callable[[], bool], ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, port: int, metrics: Callable[[], bytes], cluster: Callable[[], dict[str, Any]], alive: Callable[[], bool], ready: Callable[[], bool]
+    ) -> None:
         answers: dict[str, Callable[[], tuple[int, bytes]]] = {
             "/metrics": lambda: (200, metrics()),
+            "/cluster": lambda: (200, json.dumps(cluster()).encode()),
             "/healthz": lambda: _yes_or_no(alive()),
             "/readyz": lambda: _yes_or_no(ready()),
         }
@@ -26,7 +33,7 @@ class Page:
                 answer = answers.get(self.path.split("?")[0])
                 status, body = answer() if answer else (404, b"no such page\n")
                 self.send_response(status)
-                self.send_header("Content-Type", CONTENT_TYPE_LATEST if self.path.startswith("/metrics") else "text/plain")
+                self.send_header("Content-Type", _CONTENT_TYPES.get(self.path.split("?")[0], "text/plain"))
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

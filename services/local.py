@@ -21,13 +21,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from semantide.shared import broker, telemetry
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ROOMS, RunJob
 from semantide.shared.errors import BrokerUnavailable, PermanentError
-from semantide.shared.jobs import AGAIN, FAILED, Jobs, run_job
+from semantide.shared.job_process import run_job
+from semantide.shared.jobs import AGAIN, FAILED, Jobs
 from semantide.shared.queues import Queues, handler
 from semantide.shared.room import Room
 
@@ -50,14 +52,15 @@ def _door(room: str, door: str) -> ModuleType | None:
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
-def serve(names: list[str], settings: Settings) -> None:
-    """Run the APIs of some rooms on one port."""
+def serve(names: list[str], settings: Settings, console: bool = False) -> None:
+    """Run the APIs of some rooms on one port, and the console beside them."""
     from semantide.shared import operations_api, stack_meters
+    from semantide.shared.api_keys import api_keys
     from semantide.shared.http import Server, build_app
 
-    telemetry.start("api" if len(names) > 1 else f"{names[0]}-api", settings)
+    telemetry.start("api" if len(names) > 1 else f"{(names or ['console'])[0]}-api", settings)
     Queues.trace()
-    rooms = [open_room(name, settings) for name in names]
+    rooms = [open_room(name, settings) for name in names or ["console"]]
     stack_meters.observe(rooms[0])
     routers, ready, start = [operations_api.build(rooms[0])], [], []
     for room in rooms:
@@ -70,7 +73,12 @@ def serve(names: list[str], settings: Settings) -> None:
         if hook := getattr(door, "start", None):
             start.append(lambda hook=hook, room=room: hook(room))
     app = build_app(rooms, routers, ready, start)
-    server = Server(app, settings.host, settings.port)
+    served: Any = app
+    if console:
+        from semantide.services.console.api import open_console
+
+        served = open_console(app, [key.secret for key in api_keys(settings)], settings)
+    server = Server(served, settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -214,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m semantide.services.local")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("api").add_argument("rooms", nargs="+", choices=[*ROOMS, "all"])
+    verbs.add_parser("api").add_argument("rooms", nargs="+", choices=[*ROOMS, "console", "all"])
     verbs.add_parser("worker").add_argument("room", choices=ROOMS)
     verbs.add_parser("job").add_argument("id")
     verbs.add_parser("rank").add_argument("id")
@@ -233,7 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
         _end_with_parent()
     try:
         if options.verb == "api":
-            serve(list(ROOMS) if "all" in options.rooms else options.rooms, settings)
+            everything = "all" in options.rooms
+            rooms = list(ROOMS) if everything else [room for room in options.rooms if room != "console"]
+            serve(rooms, settings, everything or "console" in options.rooms)
         elif options.verb == "route":
             route(settings)
         elif options.verb == "worker":

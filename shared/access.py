@@ -38,6 +38,8 @@ ROUTES: dict[Role, tuple[str, ...]] = {
         "GET /v1/catalogs",
         "GET /v1/catalogs/current/items/{item:path}",
         "GET /v1/catalogs/current/codes/{codes}",
+        "GET /v1/catalogs/current/tree",
+        "GET /v1/catalogs/current/search",
         "GET /v1/catalogs/{ref:path}/report",
         "GET /v1/negatives",
         "GET /v1/negatives/beams/{ref:path}",
@@ -53,6 +55,7 @@ ROUTES: dict[Role, tuple[str, ...]] = {
         "GET /v1/jobs/{job_id}/metrics",
         "GET /v1/jobs/{job_id}/report",
         "GET /v1/artifacts",
+        "GET /v1/cluster",
         "GET /v1/artifacts/{kind}/{digest}",
     ),
     "write": (

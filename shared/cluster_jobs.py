@@ -19,9 +19,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from semantide.shared import broker as broker_door
-from semantide.shared.contracts import ENDED, JobRecord
+from semantide.shared.contracts import ENDED, JobRecord, JobState
 from semantide.shared.errors import BadData, ClusterUnavailable, NotFound
 from semantide.shared.followed_jobs import FollowedJobs
+from semantide.shared.job_ending import write_report
 from semantide.shared.jobs import end_of_file, now_ms
 from semantide.shared.npujob import (
     GROUP,
@@ -249,18 +250,23 @@ class ClusterRunner:
                 self._npujobs.delete(name)
             case End(state, error):
                 tail = end_of_file(self._folder(record.id) / "log.txt", _LOG_TAIL_BYTES).strip() if state == "failed" else ""
-                self._jobs.end_open(record, state, f"{error}; the end of its log: {tail}" if tail else error)
+                self._end(record, state, f"{error}; the end of its log: {tail}" if tail else error)
             case Note(fields):
                 started = {"started": now_ms()} if fields.get("state") == "running" and not record.started else {}
                 self._jobs.write_open(record.id, **fields, **started)
         if found is not None and found.phase == "Running" and not found.deleting:
             self._annotate(record, found)
 
+    def _end(self, record: JobRecord, state: JobState, error: str) -> None:
+        """Record an end that the pods have not recorded themselves, and report it."""
+        if self._jobs.end_open(record, state, error):
+            write_report(self._jobs, self._jobs.get(record.id), self._room.store, self._folder(record.id))
+
     def _create(self, record: JobRecord) -> None:
         try:
             self._npujobs.create(body(record, self.deployment, self._room.settings.job_attempts))
         except BadData as error:
-            self._jobs.end_open(record, "failed", str(error))
+            self._end(record, "failed", str(error))
             return
         except ClusterUnavailable as error:
             self._jobs.write_open(record.id, stage=f"waits for the cluster: {error}")

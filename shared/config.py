@@ -37,6 +37,10 @@ class Settings(BaseSettings):
     """Requests that such a holder may make at once after a rest, requests."""
     audit_days: int = Field(default=365, ge=1)
     """How long the audit log keeps what admins did, days."""
+    console_stack: str = ""
+    """Address of the APIs that the console shows, http://host:port. Empty: those of its own process."""
+    operator_url: str = ""
+    """Address of the operator's page, as in http://semantide-operator:8080, from which the console's Cluster page learns of nodes and jobs. Empty: there is none."""
     import_roots: str = ""
     """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)

@@ -45,6 +45,7 @@ __all__ = [
     "APIRouter",
     "Body",
     "Depends",
+    "FastAPI",
     "HTTPException",
     "IdempotencyKey",
     "JSONResponse",
@@ -55,6 +56,7 @@ __all__ = [
     "Server",
     "StreamingResponse",
     "build_app",
+    "presented_key",
     "run_in_threadpool",
 ]
 
@@ -78,7 +80,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Ready = Callable[[], tuple[bool, str]]
 
 
-def _presented_key(headers: dict[bytes, bytes]) -> str:
+def presented_key(headers: dict[bytes, bytes]) -> str:
+    """The key that a request presents, in whichever of the three ways; empty where it presents none."""
     if key := headers.get(b"x-api-key"):
         return key.decode("latin-1")
     scheme, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
@@ -127,7 +130,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        presented = _presented_key(headers).encode()
+        presented = presented_key(headers).encode()
         holders = [key for secret, key in self._keys if hmac.compare_digest(presented, secret)]
         if not holders:
             answer = _error(

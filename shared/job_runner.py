@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from semantide.shared import broker as broker_door
-from semantide.shared.contracts import ENDED, JobRecord
+from semantide.shared.contracts import ENDED, JobRecord, JobState
+from semantide.shared.job_ending import end_job
 from semantide.shared.jobs import AGAIN, Jobs, end_of_file, now_ms, open_jobs_key
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
@@ -106,16 +107,19 @@ class JobRunner:
         if record.state not in ENDED:
             status = child.process.returncode
             if record.cancel_requested:
-                self._jobs.end(record, "cancelled", error="cancelled; its process had to be killed")
+                self._end(record, "cancelled", "cancelled; its process had to be killed")
             elif status != AGAIN and record.attempt >= self._room.settings.job_attempts:
                 how = f"was killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
-                self._jobs.end(record, "failed", error=f"its process {how} in each of {record.attempt} attempts; the end of its log: {self._tail(record)}")
+                self._end(record, "failed", f"its process {how} in each of {record.attempt} attempts; the end of its log: {self._tail(record)}")
             else:
                 if status == AGAIN:
                     self._jobs.write(job_id, attempt=max(0, record.attempt - 1))
                 self._log.warning("job's process ended early, it will be started again", job=job_id, status=status, attempt=record.attempt)
         del self._children[job_id]
         self._room.broker.eval(_RELEASE, 1, self._lease(job_id), self._name)
+
+    def _end(self, record: JobRecord, state: JobState, error: str) -> None:
+        end_job(self._jobs, record, self._room.store, self._folder(record.id), state, error=error)
 
     def _folder(self, job_id: str) -> Path:
         return self._room.settings.data_dir.absolute() / "jobs" / job_id

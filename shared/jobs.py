@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore, digest_bytes
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
-from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, StoreUnavailable, TransientError
+from semantide.shared.errors import Conflict, JobCancelled, NotFound, TransientError
 from semantide.shared.queues import Queues
-from semantide.shared.telemetry import continued_trace, current_trace, logger
+from semantide.shared.telemetry import current_trace, logger
 
 JOBS_INDEX = "semantide:jobs"
 ENDED_JOBS = "semantide:jobs:ended"  # hash "room/state" -> count
@@ -37,6 +36,7 @@ _RANKS_SECONDS = 600  # what ranks say of their steps is of the present alone
 _RECORDS_PER_LOOK = 200
 AGAIN = 75  # exit status of a job's process that shall be started again without counting as a crash
 FAILED = 65  # exit status of a job's pod that shall not be started again: the job has failed, or was cancelled
+CONFIG_FILE = "config.json"  # in a job's folder: its whole configuration, recipe and changes together
 _PROGRESS_SECONDS = 0.2
 
 
@@ -243,6 +243,11 @@ class JobContext:
             self._last_progress = now
             self._quietly(lambda: self._jobs.write(self.id, done=done, total=total, unit=unit, stage=stage))
 
+    def configured(self, config: Any) -> None:
+        """Keep the whole configuration, a dataclass or a mapping, for the job's report: the spec has only what was changed of a recipe."""
+        values = dict(config) if isinstance(config, Mapping) else asdict(config)
+        write_whole(self.workdir / CONFIG_FILE, json.dumps(values, indent=1, sort_keys=True, default=str))
+
     def metric(self, step: int, **values: float) -> None:
         """Append one row of live metrics; kept back while the broker is away."""
         self._unsent.append(json.dumps({"step": step, **values}))
@@ -308,61 +313,6 @@ class JobContext:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Settings, store: ArtifactStore, client: Any, queues: Queues) -> int:
-    """The body of a job's process; the exit status is 0 when its end was recorded, ``AGAIN`` when it shall be started again."""
-    jobs = Jobs(client)
-    record = jobs.get(job_id)
-    context = JobContext(record, settings, store, client, queues)
-    signal.signal(signal.SIGTERM, lambda *_: context.stop())
-    log = logger(f"job.{record.spec.kind}")
-    if not _lock(context.workdir / "lock"):
-        log.warning("another process still runs this job", job=job_id)
-        return AGAIN
-    kept = context.workdir / "outcome.json"
-    state, error, outcome = "succeeded", None, None
-    try:
-        if kept.exists():
-            outcome = JobOutcome(**json.loads(kept.read_text()))
-        else:
-            with continued_trace(record.trace, f"job {record.spec.kind}"):
-                outcome = run(context)
-            _write_atomically(kept, json.dumps({"artifacts": outcome.artifacts, "result": outcome.result}))
-            context.tidy()
-    except JobCancelled:
-        if not _patiently(lambda: jobs.get(job_id).cancel_requested):
-            return AGAIN
-        state, error = "cancelled", "cancelled on request; `semantide jobs resume` goes on from its last checkpoint"
-    except (BrokerUnavailable, *broker_door.ConnectionLost) as cause:
-        # No fault of the job's: it goes on from its folder when the broker is back.
-        log.warning("the broker is away, the job will be started again", job=job_id, error=str(cause))
-        return AGAIN
-    except (RankLost, StoreUnavailable) as cause:
-        # Counted as a crash: it may be so again and again.
-        log.warning("the job will be started again", job=job_id, error=str(cause))
-        return 1
-    except Exception as cause:
-        log.exception("job failed", job=job_id)
-        state, error = "failed", f"{type(cause).__name__}: {cause}"
-    while True:
-        try:
-            jobs.end(record, state, error=error, outcome=outcome)
-            return 0
-        except broker_door.ConnectionLost:
-            if context.stopping:
-                return AGAIN
-            time.sleep(0.5)
-
-
-def _patiently(ask: Callable[[], bool]) -> bool:
-    """Ask the broker a few times; no answer counts as no."""
-    for _ in range(10):
-        try:
-            return ask()
-        except broker_door.ConnectionLost:
-            time.sleep(0.5)
-    return False
-
-
 def end_of_file(path: Path, num_bytes: int) -> str:
     """The last bytes of a log as text; empty where there is none. However long it grew, no more than these are read."""
     try:
@@ -373,23 +323,11 @@ def end_of_file(path: Path, num_bytes: int) -> str:
         return ""
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".incoming")
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, and still there after a loss of power."""
+    temporary = path.with_name(f".{path.name}.incoming")
     with temporary.open("w") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
-
-
-def _lock(path: Path) -> bool:
-    """Hold an exclusive lock on a file until this process ends."""
-    import fcntl
-
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return False
-    return True

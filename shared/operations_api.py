@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
+
 from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.contracts import JobRecord, JobSpec
+from semantide.shared.errors import TransientError
 from semantide.shared.http import APIRouter, IdempotencyKey, Query, Response
-from semantide.shared.job_report import page
+from semantide.shared.job_ending import report_of
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
 
 _LOG_BYTES = 64 * 1024
 LAST_MS = 1 << 53  # exact in any client
+_OPERATOR_SECONDS = 5.0
 
 
 def build(room: Room) -> APIRouter:
@@ -49,7 +53,8 @@ def build(room: Room) -> APIRouter:
 
     @router.get("/jobs/{job_id}/report", tags=["jobs"], summary="The job and its metrics as one HTML page with plots")
     def report(job_id: str) -> Response:
-        return Response(page(jobs.get(job_id), jobs.metrics(job_id)), media_type="text/html; charset=utf-8")
+        text = report_of(jobs.get(job_id), jobs, room.store, room.settings.data_dir / "jobs" / job_id)
+        return Response(text, media_type="text/html; charset=utf-8")
 
     @router.get("/jobs/{job_id}/log", tags=["jobs"], summary="The end of the log of the job's process")
     def end_of_log(job_id: str) -> dict[str, str]:
@@ -63,6 +68,19 @@ def build(room: Room) -> APIRouter:
     @router.get("/artifacts/{kind}/{digest}", tags=["artifacts"], summary="What made an artifact")
     def manifest(kind: str, digest: str) -> dict[str, Any]:
         return room.store.manifest(f"{kind}/{digest}")
+
+    @router.get("/cluster", tags=["jobs"], summary="Nodes and NPUs with what runs on them, and who waits for room and why, as the operator sees it")
+    def cluster() -> dict[str, Any]:
+        address = room.settings.operator_url
+        if not address:
+            return {"configured": False, "time": None, "nodes": [], "jobs": [], "services": []}
+        try:
+            answer = httpx.get(f"{address.rstrip('/')}/cluster", timeout=_OPERATOR_SECONDS)
+            return {"configured": True, **answer.raise_for_status().json()}
+        except (httpx.HTTPError, ValueError) as error:
+            raise TransientError(
+                f"the operator at {address} does not answer ({type(error).__name__}): does it run, and is SEMANTIDE_OPERATOR_URL right?"
+            ) from error
 
     @router.get("/queues", tags=["queues"], summary="Waiting and parked messages")
     def queues() -> dict[str, Any]:

@@ -31,8 +31,9 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec
 from semantide.shared.errors import BadData, BrokerUnavailable, JobCancelled, NotFound, RankLost
 from semantide.shared.followed_jobs import FollowedJobs
+from semantide.shared.job_process import run_job
 from semantide.shared.job_ranks import forget_ranks, rank_failure, rank_outcome
-from semantide.shared.jobs import AGAIN, FAILED, JobContext, JobOutcome, run_job
+from semantide.shared.jobs import AGAIN, FAILED, JobContext, JobOutcome
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import logger
 

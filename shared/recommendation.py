@@ -135,11 +135,12 @@ class RecommendedItem(Body):
 
 
 class Timing(Body):
-    """Where the time went, milliseconds."""
+    """Where the time went, milliseconds; with ``explain`` also stage by stage, in their order."""
 
     queue_ms: float
     search_ms: float
     total_ms: float
+    stages_ms: dict[str, float] = {}
 
 
 class RecommendationAnswer(Body):

@@ -58,6 +58,7 @@ def import_files(job: JobContext) -> JobOutcome:
     Raises: BadData.
     """
     config = ImportConfig.parse(job.spec.config)
+    job.configured(config)
     folders = job.settings.import_folders
     sources, skipped, started = _plan(job, config, folders)
     with closing(Manifest(job.settings.data_dir / "events")) as manifest:
@@ -194,6 +195,7 @@ def make_dataset(job: JobContext) -> JobOutcome:
     Raises: BadData where nothing is left after cleaning, TransientError where accepted batches are not being stored.
     """
     config = DatasetConfig.parse(job.spec.config, session_gap_seconds=job.settings.session_gap_seconds)
+    job.configured(config)
     _wait_for_stream(job)
     with closing(Manifest(job.settings.data_dir / "events")) as manifest:
         job.progress(0, 3, "steps", "reading the log")

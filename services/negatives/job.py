@@ -45,6 +45,7 @@ def run(job: JobContext) -> JobOutcome:
         return _draw(job)
     try:
         config = BeamConfig.of(dict(job.spec.config))
+        job.configured(config)
     except (ValueError, TypeError) as error:
         raise BadData(f"job {job.id}: {error}") from error
     inputs = dict(job.spec.inputs)

@@ -45,6 +45,7 @@ def run(job: JobContext) -> JobOutcome:
 
 
 def _train(job: JobContext, config: RewardTraining) -> JobOutcome:
+    job.configured(config)
     job.progress(0, 1, stage="reading the data set")
     folder = job.store.get(job.spec.inputs["dataset"])
     dataset = Dataset.load(folder)

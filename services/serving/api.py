@@ -397,5 +397,10 @@ def _answer(
         unknown_history_items=answer.unknown_history_items,
         exact=answer.complete and all(hit.item in ranked for hit in mixed.items),
         short_reason=answer.short_reason,
-        timing=Timing(queue_ms=passage.seconds("queue", "wait") * 1e3, search_ms=sum(answer.seconds.values()) * 1e3, total_ms=total * 1e3),
+        timing=Timing(
+            queue_ms=passage.seconds("queue", "wait") * 1e3,
+            search_ms=sum(answer.seconds.values()) * 1e3,
+            total_ms=total * 1e3,
+            stages_ms={} if near is None else {stage: passage.seconds(stage) * 1e3 for stage, _, _ in passage.marks},
+        ),
     )

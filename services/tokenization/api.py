@@ -7,16 +7,19 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from semantide.services.tokenization.spelling import prefix_rows
+from semantide.services.tokenization.spelling import branch_rows, prefix_rows
 from semantide.shared.catalog import Catalog, Lineages
 from semantide.shared.errors import NotFound
 from semantide.shared.http import APIRouter, Query
 from semantide.shared.room import Room
 
 _LOADED = 2
+_EXAMPLES = 3
 
 
 class _Loaded:
@@ -35,6 +38,17 @@ class _Loaded:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(ref)
             return self._kept[ref]
+
+
+def prefix_of(catalog: Catalog, codes: str) -> list[int]:
+    """The numbers of ``12-250-3``.
+
+    Raises: ValueError.
+    """
+    parts = codes.split("-")
+    if len(parts) > len(catalog.level_sizes) or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise ValueError(f"codes {codes!r}: give one to {len(catalog.level_sizes)} numbers joined by '-', as in 12-250-3")
+    return [int(part) for part in parts]
 
 
 def build(room: Room) -> APIRouter:
@@ -80,14 +94,34 @@ def build(room: Room) -> APIRouter:
     def items_below(codes: str, limit: int = Query(100, ge=1, le=1000), offset: int = Query(0, ge=0)) -> dict[str, Any]:
         ref = resolve("current")
         catalog, info = loaded.get(ref)
-        parts = codes.split("-")
-        if len(parts) > len(catalog.level_sizes) or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-            raise ValueError(f"codes {codes!r}: give one to {len(catalog.level_sizes)} numbers joined by '-', as in 12-250-3")
-        prefix = [int(part) for part in parts]
+        prefix = prefix_of(catalog, codes)
         rows = prefix_rows(catalog, prefix)
         page = rows[offset : offset + limit].tolist()
         items = [{"item": catalog.item_ids[row], "title": info["title"][row].as_py(), "codes": catalog.codes[row].tolist()} for row in page]
         return {"catalog": ref, "prefix": prefix, "total": len(rows), "items": items}
+
+    @router.get("/current/tree", summary="The codes that may follow a prefix of semantic ids, with how many items each has; without a prefix the first ones")
+    def tree(prefix: str = Query("", max_length=200)) -> dict[str, Any]:
+        ref = resolve("current")
+        catalog, info = loaded.get(ref)
+        begin = prefix_of(catalog, prefix) if prefix else []
+        branches = [
+            {"code": code, "items": len(rows), "examples": [info["title"][int(row)].as_py() or catalog.item_ids[row] for row in rows[:_EXAMPLES]]}
+            for code, rows in branch_rows(catalog, begin)
+        ]
+        return {"catalog": ref, "prefix": begin, "level_sizes": list(catalog.level_sizes), "branches": branches}
+
+    @router.get("/current/search", summary="Items whose id or title has these letters, whichever case they are in")
+    def search(text: str = Query(min_length=1, max_length=256), limit: int = Query(20, ge=1, le=1000)) -> dict[str, Any]:
+        ref = resolve("current")
+        catalog, info = loaded.get(ref)
+        wanted = text.lower()
+        found = pc.or_(
+            *(pc.match_substring(pc.utf8_lower(pc.fill_null(column, "")), wanted) for column in (pa.chunked_array([pa.array(catalog.item_ids)]), info["title"]))
+        )
+        rows = np.flatnonzero(found.to_numpy())
+        page = [{"item": catalog.item_ids[row], "title": info["title"][int(row)].as_py(), "codes": catalog.codes[row].tolist()} for row in rows[:limit]]
+        return {"catalog": ref, "total": len(rows), "items": page}
 
     @router.get("/{ref:path}/report", summary="Collisions, utilisation, entropy and verdict; the reference may be 'current'")
     def report(ref: str) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def put(store: Any, spelled: Spelled, folder: Path, *, inputs: dict[str, str], s
 
 def _make(job: JobContext) -> JobOutcome:
     config, limits = _configuration(job)
+    job.configured({**asdict(config), **asdict(limits)})
     inputs = dict(job.spec.inputs)
 
     def tick(stage: str, done: float, total: float) -> None:

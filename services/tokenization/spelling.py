@@ -258,3 +258,13 @@ def prefix_rows(catalog: Catalog, prefix: list[int]) -> IntArray:
         return np.zeros(0, np.int64)
     bounds = catalog.trie.leaf_ranges(len(prefix))
     return catalog.trie.leaf_items[bounds[node] : bounds[node + 1]]
+
+
+def branch_rows(catalog: Catalog, prefix: list[int]) -> list[tuple[int, IntArray]]:
+    """Each code that may follow a prefix, and the rows of the items below it; none below a whole id, or where no id begins so."""
+    node, depth = catalog.trie.find(prefix), len(prefix)
+    if node is None or depth == catalog.trie.levels:
+        return []
+    codes, children = catalog.trie.children(depth, node)
+    bounds = catalog.trie.leaf_ranges(depth + 1)
+    return [(int(code), catalog.trie.leaf_items[bounds[child] : bounds[child + 1]]) for code, child in zip(codes, children, strict=True)]

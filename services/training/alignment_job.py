@@ -83,6 +83,8 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
     share = PromptShare(ranks or World.single(device()))
     leads = share.world.leads
+    if leads:
+        job.configured(config)
     if config.prompts < share.world.size:
         raise BadData(f"a step has {config.prompts} prompts for {share.world.size} processes: give each at least one, or take fewer processes")
     inputs = dict(job.spec.inputs)

@@ -50,6 +50,7 @@ def evaluate_models(job: JobContext) -> JobOutcome:
     Raises: BadData for a wrong config, Conflict for a model of another catalog.
     """
     config = EvaluateConfig.of(dict(job.spec.config))
+    job.configured(config)
     dataset = Dataset.load(job.store.get(input_of(job, "dataset")))
     looks = any(_looks_at_actions(card_of(job, job.spec.inputs[name])) for name in _COMPARED if name in job.spec.inputs)
     events = EventActions.load(job.store.get(input_of(job, "dataset"))) if looks else None

@@ -74,6 +74,8 @@ def train(job: JobContext) -> JobOutcome:
     promote = promotion_of(changes)
     changes.pop("processes", None)
     config = recipe(job.spec.recipe or "small", changes)
+    if "RANK" not in os.environ:
+        job.configured(config)
     if promote == "if-not-worse" and config.model_type == "sasrec":
         raise BadData("config promote is 'if-not-worse' for a sasrec: only generators and retrievers go live; give false")
     return _together(job, lambda world, heartbeat: _train(job, config, promote, world, heartbeat), alone=not config.epochs)

@@ -15,7 +15,7 @@ from semantide.operators.rounds import Rounds
 
 def test_health_readiness_and_figures() -> None:
     alive = [True]
-    page = Page(0, lambda: b"figure 1\n", lambda: alive[0], lambda: False)
+    page = Page(0, lambda: b"figure 1\n", lambda: {"nodes": []}, lambda: alive[0], lambda: False)
     page.start()
     try:
         address = f"http://127.0.0.1:{page.port}"
@@ -24,6 +24,7 @@ def test_health_readiness_and_figures() -> None:
         assert httpx.get(f"{address}/healthz").status_code == 503
         assert httpx.get(f"{address}/readyz").status_code == 503
         assert httpx.get(f"{address}/metrics").text == "figure 1\n"
+        assert httpx.get(f"{address}/cluster").json() == {"nodes": []}
         assert httpx.get(f"{address}/other").status_code == 404
     finally:
         page.stop()

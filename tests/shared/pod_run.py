@@ -16,8 +16,9 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.errors import BadData, RankLost
 from semantide.shared.followed_jobs import FollowedJobs
+from semantide.shared.job_process import run_job
 from semantide.shared.job_ranks import run_rank
-from semantide.shared.jobs import JobContext, JobOutcome, run_job
+from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.pod import Place, adopted, run_pod
 from semantide.shared.queues import Queues
 

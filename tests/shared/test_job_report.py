@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.job_report import page
+from semantide.shared.job_report import Origin, page
 
 
 def record(**values):
@@ -57,3 +57,22 @@ def test_any_rows_make_a_page(rows) -> None:
 def test_long_runs_are_thinned_to_the_last_step() -> None:
     text = page(record(), [{"step": step, "loss": 1.0} for step in range(10_001)])
     assert len(text) < 40_000 and "10000</text>" in text
+
+
+def test_the_whole_configuration_is_shown_and_what_was_changed_of_it() -> None:
+    text = page(record(), [], Origin(config={"epochs": 2, "optimiser": {"lr": 0.1}}, code="0.2+src.1"))
+    cells = [[cell.text for cell in row.findall("td")] for row in parsed(text).findall(".//tr")]
+    assert ["epochs", "2", "changed"] in cells and ["optimiser.lr", "0.1", None] in cells and ["0.2+src.1"] in cells
+
+
+def test_data_is_named_by_its_digest_with_the_code_and_seed_that_made_it() -> None:
+    ref = "datasets/sha256-" + "a" * 64
+    made = JobRecord(id="train-1", spec=JobSpec(kind="train", inputs={"dataset": ref}), artifacts={"model": ref.replace("datasets", "models")})
+    text = page(made, [], Origin(manifests={ref: {"code": "0.2+src.7", "seed": 3, "files": {"a": {"bytes": 20000}}}}))
+    cells = [[cell.text for cell in row.findall("td")] for row in parsed(text).findall(".//tr")]
+    assert ["input dataset", ref, "0.2+src.7", "3", "20 kB"] in cells and any(row[:1] == ["made model"] for row in cells)
+
+
+def test_the_log_is_shown_of_a_run_that_failed() -> None:
+    assert "line &lt;7&gt;" in page(record(state="failed", error="no"), [], Origin(log="line <7>"))
+    assert "line 7" not in page(record(state="succeeded"), [], Origin(log="line 7"))

@@ -16,8 +16,11 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound
+from semantide.shared.job_ending import REPORT_FILE, end_job, report_of
+from semantide.shared.job_process import run_job
 from semantide.shared.job_runner import JobRunner
-from semantide.shared.jobs import METRICS_SECONDS, JobContext, JobOutcome, Jobs, run_job
+from semantide.shared.jobs import METRICS_SECONDS, JobContext, JobOutcome, Jobs
+from semantide.shared.version import code_version
 
 # A job's process with a body of the test's own: counts to `steps`, keeps its count in a checkpoint, appends each step it makes to `made`.
 BODY = """
@@ -26,11 +29,13 @@ from semantide.shared import broker
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.errors import BadData, BrokerUnavailable
-from semantide.shared.jobs import JobContext, JobOutcome, run_job
+from semantide.shared.job_process import run_job
+from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.queues import Queues
 
 def run(job: JobContext) -> JobOutcome:
     config = job.spec.config
+    job.configured({"steps": 0, "pause": 0, **config})
     path = job.workdir / "count.json"
     count = json.loads(path.read_text()) if path.exists() else 0
     (job.workdir / "scratch").mkdir(exist_ok=True)
@@ -230,6 +235,39 @@ def test_cancel_stops_soon_and_resume_goes_on(room: Any, start_runner: Any) -> N
     assert 2 < done < 60
     jobs.resume(record.id)
     assert wait_for(jobs, record.id, lambda r: r.state == "succeeded").result["count"] == 60
+
+
+@pytest.mark.parametrize(
+    ("config", "state", "said"),
+    [
+        ({"steps": 3}, "succeeded", "made thing"),
+        ({"steps": 3, "fail_at": 1}, "failed", "give milliseconds"),
+        ({"steps": 3, "die_at": 0}, "failed", "status 3"),
+        ({"steps": 600, "pause": 0.05}, "cancelled", "cancelled on request"),
+    ],
+)
+def test_whoever_sees_that_a_job_ended_finds_its_report(room: Any, start_runner: Any, config: dict[str, Any], state: str, said: str) -> None:
+    jobs = Jobs(room.broker, room.queues)
+    start_runner()
+    record = submit(jobs, **config)
+    if state == "cancelled":
+        wait_for(jobs, record.id, lambda r: r.done > 0)
+        jobs.cancel(record.id)
+    record = wait_for(jobs, record.id, lambda r: r.state == state)
+    folder = room.settings.data_dir / "jobs" / record.id
+    text = (folder / REPORT_FILE).read_text()
+    assert said in text and f"<td>{state}</td>" in text and code_version() in text and "<td>pause</td>" in text
+    assert report_of(record, jobs, room.store, folder) == text
+    room.broker.delete(Jobs.metrics_key(record.id))  # as after their time
+    assert report_of(record, jobs, room.store, folder) == text
+
+
+def test_a_report_that_cannot_be_written_takes_nothing_from_the_job(room: Any, tmp_path: Path) -> None:
+    jobs = Jobs(room.broker, room.queues)
+    record = submit(jobs, steps=1)
+    end_job(jobs, record, room.store, tmp_path / "nowhere", "failed", error="no")
+    assert jobs.get(record.id).state == "failed" and jobs.get(record.id).error == "no"
+    assert "<td>failed</td>" in report_of(jobs.get(record.id), jobs, room.store, tmp_path / "nowhere")
 
 
 def test_a_queued_job_is_cancelled_at_once(room: Any) -> None:

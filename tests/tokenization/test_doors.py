@@ -21,7 +21,8 @@ from semantide.shared.catalog import Lineages
 from semantide.shared.contracts import ItemsChanged, JobRecord, JobSpec
 from semantide.shared.errors import BadData, JobCancelled, NotFound, TransientError
 from semantide.shared.http import build_app
-from semantide.shared.jobs import JobContext, JobOutcome, Jobs, run_job
+from semantide.shared.job_process import run_job
+from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.room import Room
 
 Rows = Callable[..., list[dict[str, Any]]]
