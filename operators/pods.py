@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from semantide.operators.device_health import device_indices
+from semantide.operators.pod_resources import asked
 from semantide.operators.resources import ATTEMPT_LABEL, JOB_KIND, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, SERVICE_KIND, WORK_ANNOTATION
 
 AGAIN = 75
@@ -53,6 +54,8 @@ class Pod:
     rank: int = 0
     revision: str = ""
     npus: tuple[int, ...] = ()
+    millicores: int = 0
+    memory_bytes: int = 0
     exit_status: int | None = None
     ended: float | None = None
     created: float = 0.0
@@ -109,6 +112,8 @@ class Pod:
             rank=_number(labels.get(RANK_LABEL)),
             revision=labels.get(REVISION_LABEL, ""),
             npus=device_indices(annotations.get(NPUS_ANNOTATION, "")),
+            millicores=asked(spec, "cpu", 1000),
+            memory_bytes=asked(spec, "memory"),
             exit_status=end.get("exitCode") if end else None,
             ended=seconds_of(end.get("finishedAt")) if end else None,
             created=seconds_of(metadata.get("creationTimestamp")) or 0.0,
