@@ -46,6 +46,7 @@ class Pod:
     phase: str = "Pending"
     node: str = ""
     address: str = ""
+    metrics_port: int = 0
     host_address: str = ""
     delete_by: float | None = None
     ready: bool = False
@@ -104,6 +105,9 @@ class Pod:
             phase=status.get("phase") or "Pending",
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",
+            metrics_port=next(
+                (port["containerPort"] for one in spec.get("containers") or () for port in one.get("ports") or () if port.get("name") == "metrics"), 0
+            ),
             host_address=status.get("hostIP") or "",
             delete_by=sights.get("deleting", 0.0) + (metadata.get("deletionGracePeriodSeconds") or 0) if metadata.get("deletionTimestamp") else None,
             ready=_ready(conditions),

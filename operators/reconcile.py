@@ -85,6 +85,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
             snapshot.loads.get(service.key, ()),
             service.metadata.uid in snapshot.fronts,
             snapshot.refusals.get(_label(service), ""),
+            snapshot.unmeasured.get(service.key, ""),
         )
         for service in snapshot.services
     }

@@ -21,6 +21,7 @@ from semantide.operators.resources import NODE_ANNOTATION, NodeUntil, NPUService
 from semantide.operators.service_pods import replica_manifests, replica_prefix, revision_remains, service_manifest, service_revision, service_selector
 from semantide.operators.settings import OperatorSettings
 
+_UNMEASURED = "Unmeasured"
 _UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unready, and is no reason to end them
 
 
@@ -28,7 +29,7 @@ _UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unread
 class ServiceLook:
     """What one round knows of a service's surroundings. ``now`` is seconds since 1970-01-01 UTC, ``steady`` the same moment by the clock that tells since when pods
     are as they are; ``loads`` are of the replicas that answered; ``fronted``: its Service is there;
-    ``refusal`` is what the API server said when it would not write something for it."""
+    ``refusal`` is what the API server said when it would not write something for it, ``unmeasured`` why none of its replicas shows its load."""
 
     service: NPUService
     pods: Sequence[Pod]
@@ -39,6 +40,7 @@ class ServiceLook:
     loads: Sequence[ReplicaLoad] = ()
     fronted: bool = True
     refusal: str = ""
+    unmeasured: str = ""
 
     def lost(self, pod: Pod) -> bool:
         """Whether the pod's node cannot answer any more."""
@@ -161,7 +163,10 @@ def concluded(look: ServiceLook, status: NPUServiceStatus, phase: ServicePhase, 
         "Suspended": phase == "Suspended",
         "Refused": bool(look.refusal),
     }
-    conditions = with_conditions(status.conditions, answers, reason, message, look.service.metadata.generation, look.now)
+    words = {}
+    if look.unmeasured or any(condition.type == _UNMEASURED for condition in status.conditions):
+        answers[_UNMEASURED], words[_UNMEASURED] = bool(look.unmeasured), look.unmeasured
+    conditions = with_conditions(status.conditions, answers, reason, message, look.service.metadata.generation, look.now, words)
     return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions})
 
 
