@@ -26,6 +26,7 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
 from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, StoreUnavailable, TransientError
+from semantide.shared.job_lock import hold
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, current_trace, logger
 
@@ -297,12 +298,12 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
     context = JobContext(record, settings, store, client, queues)
     signal.signal(signal.SIGTERM, lambda *_: context.stop())
     log = logger(f"job.{record.spec.kind}")
-    if not _lock(context.workdir / "lock"):
-        log.warning("another process still runs this job", job=job_id)
-        return AGAIN
     kept = context.workdir / "outcome.json"
     state, error, outcome = "succeeded", None, None
     try:
+        if not hold(context.workdir / "lock"):
+            log.warning("another process still runs this job", job=job_id)
+            return AGAIN
         if kept.exists():
             outcome = JobOutcome(**json.loads(kept.read_text()))
         else:
@@ -362,16 +363,3 @@ def _write_atomically(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
-
-
-def _lock(path: Path) -> bool:
-    """Hold an exclusive lock on a file until this process ends."""
-    import fcntl
-
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return False
-    return True
