@@ -8,8 +8,13 @@ from semantide.operators.pods import time_of
 from semantide.operators.resources import Condition
 
 
-def with_conditions(old: Sequence[Condition], answers: Mapping[str, bool], reason: str, message: str, generation: int, now: float) -> tuple[Condition, ...]:
-    """The conditions after these answers, in the order of the answers' names; the reason belongs to those that are true."""
+def with_conditions(
+    old: Sequence[Condition], answers: Mapping[str, bool], reason: str, message: str, generation: int, now: float, words: Mapping[str, str] | None = None
+) -> tuple[Condition, ...]:
+    """The conditions after these answers, in the order of the answers' names; the reason belongs to those that are true, but for those that ``words`` has a message of
+    their own for: their reason is their name.
+    """
+    own = words or {}
     known = {condition.type: condition for condition in old}
     result = []
     for kind, answer in answers.items():
@@ -20,8 +25,8 @@ def with_conditions(old: Sequence[Condition], answers: Mapping[str, bool], reaso
             Condition(
                 type=kind,
                 status="True" if answer else "False",
-                reason=reason if answer else "No",
-                message=message if answer else "",
+                reason=(kind if kind in own else reason) if answer else "No",
+                message=own.get(kind, message) if answer else "",
                 last_transition_time=before.last_transition_time if before is not None and same else time_of(now),
                 observed_generation=generation,
             )

@@ -43,7 +43,9 @@ def _pod(body: Mapping[str, Any]) -> Body:
     names = names_of(spec)
     # One container that asks for what all of them do: for everybody else here that is the same.
     asks = {intern(name): f"{asked(spec, name, 1000)}m" if name == "cpu" else asked(spec, name) for name in names}
-    kept_spec = {**_some(spec, ("nodeName",)), **({"containers": [{"resources": {"requests": asks}}]} if asks else {})}
+    ports = [_some(port, ("name", "containerPort")) for one in spec.get("containers") or () for port in one.get("ports") or () if port.get("name") == "metrics"]
+    container = {**({"resources": {"requests": asks}} if asks else {}), **({"ports": ports} if ports else {})}
+    kept_spec = {**_some(spec, ("nodeName",)), **({"containers": [container]} if container else {})}
     kept_status: Body = _some(status, ("phase", "podIP", "hostIP", "reason", "message"))
     if conditions := [_some(entry, ("type", "status", "reason", "message")) for entry in status.get("conditions") or () if entry["type"] in _POD_CONDITIONS]:
         kept_status["conditions"] = conditions

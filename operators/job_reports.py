@@ -30,21 +30,40 @@ def heard(job: NPUJob, status: NPUJobStatus) -> NPUJobStatus:
     try:
         if PROGRESS_ANNOTATION in said:
             update["progress"] = Progress.model_validate(loads(said[PROGRESS_ANNOTATION]))
-        if status.phase == "Running" and isfinite(imbalance := float(said.get(IMBALANCE_ANNOTATION, "nan"))):
-            update["imbalance"] = max(0.0, imbalance)
     except (ValueError, OverflowError, RecursionError):
         pass
+    if status.phase == "Running":
+        update["imbalance"] = _imbalance(job, status)
     return status.model_copy(update=update)
+
+
+def _imbalance(job: NPUJob, status: NPUJobStatus) -> float | None:
+    """How unequal the steps of the gang that runs are; None as long as it has not said it itself: what stands there until then is an earlier gang's."""
+    said = job.metadata.annotations
+    if STEP_SECONDS_ANNOTATION in said and not _step_seconds(job, status):
+        return None
+    try:
+        imbalance = float(said.get(IMBALANCE_ANNOTATION, "nan"))
+    except ValueError:
+        return None
+    return max(0.0, imbalance) if isfinite(imbalance) else None
+
+
+def _step_seconds(job: NPUJob, status: NPUJobStatus) -> dict[int, float] | None:
+    """Seconds of a step by pod of the gang that runs; None where an earlier one said them, or nobody can read them."""
+    try:
+        said = loads(job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
+        if said.pop("attempt", status.attempt) != status.attempt:
+            return None  # an earlier gang's, which had other places
+        return {int(pod): float(value) for pod, value in said.items() if 1e-9 < float(value) < 1e9}
+    except (JSONDecodeError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 def slowness(job: NPUJob, status: NPUJobStatus, slow_ratio: float, now: float) -> NPUJobStatus:
     """Which nodes of the gang are slower than the others; what earlier gangs said of nodes that it is not on stays, and fades."""
-    try:
-        said = loads(job.metadata.annotations.get(STEP_SECONDS_ANNOTATION, "{}"))
-        if said.pop("attempt", status.attempt) != status.attempt:
-            return status  # an earlier gang's, which had other places
-        seconds = {int(pod): float(value) for pod, value in said.items() if 1e-9 < float(value) < 1e9}
-    except (JSONDecodeError, ValueError, AttributeError, TypeError, OverflowError):
+    seconds = _step_seconds(job, status)
+    if seconds is None:
         return status
     by_node: dict[str, float] = {}
     for place, pod in enumerate(status.placement):

@@ -382,7 +382,9 @@ def _concluded(look: Look, status: NPUJobStatus, phase: JobPhase, reason: str, m
         "Failed": phase == "Failed",
     }
     conditions = with_conditions(status.conditions, answers, reason, message, look.job.metadata.generation, look.now)
-    return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions})
+    # Of a job that has ended the last figure stays; a gang that has yet to run has none.
+    imbalance = status.imbalance if phase in ("Running", "Succeeded", "Failed") else None
+    return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions, "imbalance": imbalance})
 
 
 def _event(job: NPUJob, reason: str, message: str, *, warn: bool = False) -> Event:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import httpx
 
 from semantide.operators.balancing import ReplicaLoad
+from semantide.operators.pods import Pod
+from semantide.operators.resources import NPUService
 from semantide.operators.service_load import LoadReader
 from semantide.operators.service_pods import HTTP_PORT
 from semantide.operators.snapshot import Snapshot
 from semantide.shared.pod_template import RELEASE_LABEL
 
+_LOOKS = 3  # so many in vain, one after the other, are told
+_WANTS_KEY = ("401", "403")
+
 
 class Loads:
-    """One reader for each service; ``key`` is shown to replicas of ``own_namespace`` and ``release`` alone: what else answers is somebody else's."""
+    """One reader for each service; ``key`` is shown to replicas of ``own_namespace`` and ``release`` alone: what else answers is somebody else's. There a port that wants no
+    key is asked, where pods have one that is named ``metrics``.
+    """
 
     def __init__(self, key: str, own_namespace: str, clock: Callable[[], float], client: httpx.Client | None = None, release: str = "") -> None:
         self._key, self._own_namespace, self._clock, self._release = key, own_namespace, clock, release
         self._client = client or httpx.Client(timeout=2.0)
         self._readers: dict[str, LoadReader] = {}
+        self._in_vain: dict[str, int] = {}
+        self.unmeasured: dict[str, str] = {}
+        """Services of which no replica has shown its load for some time, by key: why, and what to do."""
 
     def measure(self, snapshot: Snapshot) -> dict[str, tuple[ReplicaLoad, ...]]:
         """The loads of all services' ready replicas, by the service's key."""
@@ -28,17 +38,38 @@ class Loads:
         for pod in snapshot.pods:
             if pod.ready and pod.address and not pod.deleting:
                 pods[pod.namespace, pod.owner].append(pod)
-        result = {}
+        result, unmeasured = {}, {}
         for service in snapshot.services:
-            ours = service.namespace == self._own_namespace and service.metadata.labels.get(RELEASE_LABEL, self._release) == self._release
-            key = self._key if ours else ""
-            reader = self._readers.setdefault(service.key, LoadReader(key, self._clock, self._client))
-            addresses = {pod.name: f"http://{_host(pod.address)}:{HTTP_PORT}" for pod in pods[service.namespace, service.metadata.uid]}
-            result[service.key] = tuple(reader.read(addresses))
+            own = self._own(service)
+            reader = self._readers.setdefault(service.key, LoadReader(self._key if own else "", self._clock, self._client))
+            ready = pods[service.namespace, service.metadata.uid]
+            result[service.key] = tuple(reader.read({pod.name: _address(pod, own) for pod in ready}))
+            in_vain = bool(ready) and not result[service.key]
+            self._in_vain[service.key] = self._in_vain.get(service.key, 0) + 1 if in_vain else 0
+            if self._in_vain[service.key] >= _LOOKS:
+                unmeasured[service.key] = self._why(service, ready, reader)
         for key in self._readers.keys() - result.keys():
-            del self._readers[key]
+            del self._readers[key], self._in_vain[key]
+        self.unmeasured = unmeasured
         return result
 
+    def _own(self, service: NPUService) -> bool:
+        return service.namespace == self._own_namespace and service.metadata.labels.get(RELEASE_LABEL, self._release) == self._release
 
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+    def _why(self, service: NPUService, ready: Sequence[Pod], reader: LoadReader) -> str:
+        first = ready[0].name
+        why = reader.unheard[first]
+        effect = "so the service neither grows nor shrinks by its load"
+        if why not in _WANTS_KEY:
+            return f"{first} does not show its load ({why}), {effect}: let the operator reach /metrics of its pods"
+        if self._own(service):
+            return f"{first} does not show its load ({why}: it does not take the operator's key), {effect}: give both the same SEMANTIDE_API_KEYS"
+        return (
+            f"{first} does not show its load ({why}: it wants a key, and the operator shows its own to its release in {self._own_namespace} alone), {effect}: give template.ports a "
+            f"port that is named metrics, and template.env SEMANTIDE_METRICS_PORT with its number and SEMANTIDE_METRICS_HOST 0.0.0.0"
+        )
+
+
+def _address(pod: Pod, own: bool) -> str:
+    host = f"[{pod.address}]" if ":" in pod.address else pod.address
+    return f"http://{host}:{HTTP_PORT if own or not pod.metrics_port else pod.metrics_port}"

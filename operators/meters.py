@@ -25,6 +25,9 @@ class Meters:
         self._jobs = Gauge("semantide_operator_jobs", "NPUJobs by phase", ["phase"], registry=self.registry)
         self._services = Gauge("semantide_operator_services", "NPUServices by phase", ["phase"], registry=self.registry)
         self._replicas = Gauge("semantide_operator_replicas", "Replicas of a service that are ready", ["namespace", "service"], registry=self.registry)
+        self._unmeasured = Gauge(
+            "semantide_operator_unmeasured", "1 for a service of which no replica shows its load", ["namespace", "service"], registry=self.registry
+        )
         self._npus = Gauge("semantide_operator_npus", "NPUs by state: free, held, or unhealthy", ["state"], registry=self.registry)
         self._oldest = Gauge("semantide_operator_longest_wait_seconds", "Wait of the job that has been longest in line", registry=self.registry)
         self._leads = Gauge("semantide_operator_leads", "1 while this process leads", registry=self.registry)
@@ -39,7 +42,7 @@ class Meters:
         """Whether this process leads now; one that does not says nothing of the cluster, for what it saw last is no longer so."""
         self._leads.set(leads)
         if not leads:
-            for gauge in (self._jobs, self._services, self._replicas, self._npus):
+            for gauge in (self._jobs, self._services, self._replicas, self._unmeasured, self._npus):
                 gauge.clear()
             self._oldest.set(0)
 
@@ -52,8 +55,10 @@ class Meters:
         for phase in get_args(ServicePhase):
             self._services.labels(phase).set(services[phase])
         self._replicas.clear()
+        self._unmeasured.clear()
         for service in snapshot.services:
             self._replicas.labels(service.namespace, service.name).set(service.status.ready_replicas)
+            self._unmeasured.labels(service.namespace, service.name).set(service.key in snapshot.unmeasured)
         free = held = unhealthy = 0
         for node in snapshot.nodes:
             usable = node.free.bit_count() if not node.unusable else 0

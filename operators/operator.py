@@ -177,7 +177,7 @@ class Operator:
 
     def _measure_once(self) -> None:
         if self._rounds.last is not None:
-            self._rounds.measured(self._loads.measure(self._rounds.last))
+            self._rounds.measured(self._loads.measure(self._rounds.last), self._loads.unmeasured)
 
     def _carefully(self, what: str, work: Callable[[], object]) -> None:
         """Whatever goes wrong with one turn, the next one begins anew."""

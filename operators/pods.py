@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from semantide.operators.device_health import device_indices
+from semantide.operators.pod_resources import asked
 from semantide.operators.resources import ATTEMPT_LABEL, JOB_KIND, NPUS_ANNOTATION, RANK_LABEL, REVISION_LABEL, SERVICE_KIND, WORK_ANNOTATION
 
 AGAIN = 75
@@ -45,6 +46,7 @@ class Pod:
     phase: str = "Pending"
     node: str = ""
     address: str = ""
+    metrics_port: int = 0
     host_address: str = ""
     delete_by: float | None = None
     ready: bool = False
@@ -53,6 +55,8 @@ class Pod:
     rank: int = 0
     revision: str = ""
     npus: tuple[int, ...] = ()
+    millicores: int = 0
+    memory_bytes: int = 0
     exit_status: int | None = None
     ended: float | None = None
     created: float = 0.0
@@ -101,6 +105,9 @@ class Pod:
             phase=status.get("phase") or "Pending",
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",
+            metrics_port=next(
+                (port["containerPort"] for one in spec.get("containers") or () for port in one.get("ports") or () if port.get("name") == "metrics"), 0
+            ),
             host_address=status.get("hostIP") or "",
             delete_by=sights.get("deleting", 0.0) + (metadata.get("deletionGracePeriodSeconds") or 0) if metadata.get("deletionTimestamp") else None,
             ready=_ready(conditions),
@@ -109,6 +116,8 @@ class Pod:
             rank=_number(labels.get(RANK_LABEL)),
             revision=labels.get(REVISION_LABEL, ""),
             npus=device_indices(annotations.get(NPUS_ANNOTATION, "")),
+            millicores=asked(spec, "cpu", 1000),
+            memory_bytes=asked(spec, "memory"),
             exit_status=end.get("exitCode") if end else None,
             ended=seconds_of(end.get("finishedAt")) if end else None,
             created=seconds_of(metadata.get("creationTimestamp")) or 0.0,

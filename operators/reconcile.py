@@ -22,7 +22,8 @@ from semantide.operators.pod_template import child_labels, full_template
 from semantide.operators.pods import Pod, seconds_of
 from semantide.operators.request import Request, Shape, shape_of
 from semantide.operators.resources import Condition, NPUJob, NPUService, PodPlacement
-from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, replicas_placed, room_made
+from semantide.operators.service_rollouts import in_place
+from semantide.operators.service_states import ServiceLook, ServiceStep, advance_service, no_room, quota_forbids, replicas_placed, room_made
 from semantide.operators.settings import OperatorSettings
 from semantide.operators.slow_nodes import slow_nodes
 from semantide.operators.snapshot import Invalid, Snapshot
@@ -84,17 +85,22 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
             snapshot.loads.get(service.key, ()),
             service.metadata.uid in snapshot.fronts,
             snapshot.refusals.get(_label(service), ""),
+            snapshot.unmeasured.get(service.key, ""),
         )
         for service in snapshot.services
     }
     around = Neighbourhood(snapshot.pods, nodes)
     service_steps = _serve(service_looks, around, fleet, stumbles)
     alive = [pod for pod in snapshot.pods if not pod.node or (pod.node in nodes and not nodes[pod.node].gone)]
-    serving = _lacking(service_looks, service_steps, around, snapshot.now)
-    decision = _line(looks, steps, alive, around, serving, fleet, snapshot.now, _policy(settings))
+    lacking = _lacking(service_looks, service_steps, around, snapshot.now)
+    decision = _line(looks, steps, alive, around, lacking.values(), fleet, snapshot.now, _policy(settings))
+    for start in decision.starts:
+        fleet.occupy(start.pods, _shape_held(looks[start.key].job, settings))
     for key, service_look in service_looks.items():
         if way := decision.reasons.get(_label(service_look.service)):
             service_steps[key] = room_made(service_look, service_steps[key], way)
+        elif (gang := lacking.get(key)) or quota_forbids(service_look):
+            service_steps[key] = in_place(service_look, service_steps[key], gang.request if gang else None, fleet)
     actions = {_label(look.job): _actions(look.job, cleared(look, steps[key])) for key, look in looks.items()}
     actions |= {_label(look.service): _actions(look.service, service_steps[key]) for key, look in service_looks.items()}
     for invalid in snapshot.invalid:
@@ -190,16 +196,16 @@ def _place_replicas(look: ServiceLook, step: ServiceStep, around: Neighbourhood,
     return step if isinstance(rest, Placement) else no_room(look, step, rest.reason)
 
 
-def _lacking(looks: Mapping[str, ServiceLook], steps: Mapping[str, ServiceStep], around: Neighbourhood, now: float) -> list[Waiting]:
-    """Services' replicas without room, as the line sees them: under a name that no job has."""
-    lacking = []
+def _lacking(looks: Mapping[str, ServiceLook], steps: Mapping[str, ServiceStep], around: Neighbourhood, now: float) -> dict[str, Waiting]:
+    """Services' replicas without room by their service, as the line sees them: under a name that no job has."""
+    lacking = {}
     for key, step in steps.items():
         look = looks[key]
         try:
             if step.wanted:
                 shape = _shape(look.service, look.settings, around)
                 request = Request(_label(look.service), step.wanted, shape, least=1, spread=True, avoid=step.avoid)
-                lacking.append(Waiting(request, look.service.spec.priority, since=now))
+                lacking[key] = Waiting(request, look.service.spec.priority, since=now)
         except ValueError:
             continue  # its message says what is wrong with the template
     return lacking

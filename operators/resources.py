@@ -257,7 +257,7 @@ class Replicas(Part):
 
 
 class Rollout(Part):
-    """How a new revision replaces the old one: beside it (Surge), or where it was when there is no spare capacity (InPlace)."""
+    """How a new revision replaces the old one: beside it where there is room (Surge), or where it was (InPlace)."""
 
     strategy: Literal["Surge", "InPlace"] = "Surge"
     max_unavailable: int = Field(default=1, ge=0)
@@ -301,7 +301,7 @@ class NPUServiceStatus(Part):
     """What the operator says of a service.
 
     ``wish`` is how many replicas its load asks for, changed at ``scale_time``; ``moving`` is a pod whose replica shall run on another node. ``revisions`` are
-    those whose templates of resource claims are there. Nodes in ``avoid`` refused a replica not long ago.
+    those whose templates of resource claims are there. Nodes in ``avoid`` refused a replica not long ago. The rollout has found too little room beside the old replicas since ``cramped_time``.
     """
 
     phase: ServicePhase = "Pending"
@@ -316,6 +316,7 @@ class NPUServiceStatus(Part):
     moving: str = ""
     avoid: tuple[NodeUntil, ...] = ()
     scale_time: str | None = None
+    cramped_time: str | None = None
     revisions: tuple[str, ...] = ()
     message: str = ""
     selector: str = ""

@@ -51,6 +51,7 @@ class Rounds:
         self._devices = DeviceReports()
         self._listed = self._asked_devices = float("-inf")
         self._loads: Mapping[str, tuple[ReplicaLoad, ...]] = {}
+        self._unmeasured: Mapping[str, str] = {}
         self._measured = float("-inf")
         self._refusals: dict[str, str] = {}
         self.last: Snapshot | None = None
@@ -60,11 +61,11 @@ class Rounds:
     def forget(self) -> None:
         """Read everything anew before the next round: somebody else may have acted since, and what was measured or refused before is old."""
         self._listed = float("-inf")
-        self._loads, self._refusals = {}, {}
+        self._loads, self._unmeasured, self._refusals = {}, {}, {}
 
-    def measured(self, loads: Mapping[str, tuple[ReplicaLoad, ...]]) -> None:
-        """What services' replicas say of their load; used from the next round on."""
-        self._loads, self._measured = loads, self._steady()
+    def measured(self, loads: Mapping[str, tuple[ReplicaLoad, ...]], unmeasured: Mapping[str, str] | None = None) -> None:
+        """What services' replicas say of their load, and why those of some say nothing; used from the next round on."""
+        self._loads, self._unmeasured, self._measured = loads, unmeasured or {}, self._steady()
 
     def turn(self) -> Round | None:
         """One round; None where this process does not lead.
@@ -78,7 +79,7 @@ class Rounds:
             now = self._clock()
             self._refresh(began)
             loads = self._loads if began - self._measured <= _LOAD_AGES * self.settings.load_seconds else {}
-            snapshot = self.cache.snapshot(self.settings, now, self._devices, loads, dict(self._refusals))
+            snapshot = self.cache.snapshot(self.settings, now, self._devices, loads, dict(self._refusals), self._unmeasured)
             self.last = snapshot
             there = {f"{JOB_KIND} {job.key}" for job in snapshot.jobs} | {f"{SERVICE_KIND} {service.key}" for service in snapshot.services}
             self._refusals = {resource: said for resource, said in self._refusals.items() if resource in there}

@@ -90,16 +90,23 @@ class LoadReader:
         self._http = client or httpx.Client(timeout=_PATIENCE_SECONDS)
         self._headers = {"X-API-Key": key} if key else {}
         self._last: dict[str, Look] = {}
+        self.unheard: dict[str, str] = {}
+        """Why the last look at a pod brought nothing: the HTTP status of its answer, or what happened instead."""
 
     def read(self, addresses: Mapping[str, str]) -> list[ReplicaLoad]:
         """The loads of the replicas that answer; ``addresses`` maps pods to base addresses, as in http://10.1.2.3:8000."""
         loads = []
+        self.unheard = {}
         for pod, address in addresses.items():
             try:
                 answer = self._http.get(f"{address}/metrics", headers=self._headers)
                 answer.raise_for_status()
                 look = Look.parse(answer.text, self._clock())
-            except (httpx.HTTPError, ValueError):
+            except httpx.HTTPStatusError as error:
+                self.unheard[pod] = str(error.response.status_code)
+                continue
+            except (httpx.HTTPError, ValueError) as error:
+                self.unheard[pod] = f"{type(error).__name__}: {error}"
                 continue  # who does not answer has no load; balance() shrinks nothing then
             loads.append(load_between(pod, self._last.get(pod), look))
             self._last[pod] = look

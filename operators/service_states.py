@@ -1,9 +1,9 @@
 """What becomes of one service: how many replicas there should be, which of them go, and which are still to be placed. Pure.
 
-    Surge     a replica of the new revision beside the old ones; an old one goes when a new one is ready
+    Surge     a replica of the new revision beside the old ones; an old one goes when a new one is ready (where there is no room: ``service_rollouts.py``)
     InPlace   an old one goes first, and a new one takes its room: needs no spare NPUs, and answers with fewer replicas meanwhile
 
-A new revision that does not become ready replaces nothing: under Surge no old replica goes, under InPlace no more than ``maxUnavailable``.
+A new revision that does not become ready replaces nothing: under Surge with room no old replica goes, else no more than ``maxUnavailable``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from semantide.operators.resources import NODE_ANNOTATION, NodeUntil, NPUService
 from semantide.operators.service_pods import replica_manifests, replica_prefix, revision_remains, service_manifest, service_revision, service_selector
 from semantide.operators.settings import OperatorSettings
 
+_UNMEASURED = "Unmeasured"
 _UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unready, and is no reason to end them
 
 
@@ -28,7 +29,7 @@ _UNREADY_SECONDS = 300.0  # a broker that is away for less makes replicas unread
 class ServiceLook:
     """What one round knows of a service's surroundings. ``now`` is seconds since 1970-01-01 UTC, ``steady`` the same moment by the clock that tells since when pods
     are as they are; ``loads`` are of the replicas that answered; ``fronted``: its Service is there;
-    ``refusal`` is what the API server said when it would not write something for it."""
+    ``refusal`` is what the API server said when it would not write something for it, ``unmeasured`` why none of its replicas shows its load."""
 
     service: NPUService
     pods: Sequence[Pod]
@@ -39,6 +40,7 @@ class ServiceLook:
     loads: Sequence[ReplicaLoad] = ()
     fronted: bool = True
     refusal: str = ""
+    unmeasured: str = ""
 
     def lost(self, pod: Pod) -> bool:
         """Whether the pod's node cannot answer any more."""
@@ -67,7 +69,7 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     service = look.service
     status = service.status.model_copy(update={"observed_generation": service.metadata.generation})
     if service.deleting:
-        return ServiceStep(status, _end(look, look.pods))
+        return ServiceStep(status, ends(look, look.pods))
     status, plan = _wish(look, status)
     revision = service_revision(service, look.settings)
     refused = [pod for pod in look.pods if look.refused(pod)]
@@ -86,6 +88,7 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     avoid = frozenset((*(pod.node for pod in look.pods if pod.name == moving), *(entry.node for entry in status.avoid)))
     kept = [PodPlacement(pod=pod.name, node=pod.node or _place(status, pod).node, npus=pod.npus) for pod in staying if pod not in leaving]
     ready = sum(pod.ready for pod in staying)
+    cramped = status.cramped_time or (time_of(look.now) if planned and quota_forbids(look) else None)
     status = status.model_copy(
         update={
             "replicas": len(staying),
@@ -93,6 +96,7 @@ def advance_service(look: ServiceLook) -> ServiceStep:
             "updated_replicas": len(new),
             "placement": (*kept, *planned),
             "moving": moving,
+            "cramped_time": cramped if any(pod.revision != revision for pod in old) else None,
             "load": service_load(look.loads),
             "selector": ",".join(f"{key}={value}" for key, value in service_selector(service).items()),
         }
@@ -100,7 +104,7 @@ def advance_service(look: ServiceLook) -> ServiceStep:
     phase, reason, message = _summary(look, new, old, ready, wished)
     status = concluded(look, status, phase, reason, message)
     actions: tuple[Action, ...] = (
-        *_end(look, [*failed, *leaving, *(pod for pod in look.pods if pod.deleting and pod not in failed)]),
+        *ends(look, [*failed, *leaving, *(pod for pod in look.pods if pod.deleting and pod not in failed)]),
         *_made(look, planned, revision),
         *(
             _event(service, "Refused", f"Kubernetes' scheduler refuses {pod.name} on {_place_asked(pod)}: {pod.waits_for}; it is placed anew")
@@ -130,10 +134,19 @@ def no_room(look: ServiceLook, step: ServiceStep, reason: str) -> ServiceStep:
     """The step of a service whose wanted replicas, or some of them, find no room. A replica that was to move stays then where it is."""
     if step.wanted and step.status.moving:
         step = replace(step, status=step.status.model_copy(update={"moving": ""}), wanted=step.wanted[:-1])
-    if step.status.replicas and step.status.updated_replicas < step.status.replicas and look.service.spec.rollout.strategy == "Surge":
-        reason += "; rollout.strategy InPlace needs no room beside the old replicas"
-    status = step.status
+    status, rollout = step.status, look.service.spec.rollout
+    if step.wanted and status.updated_replicas < status.replicas:
+        status = status.model_copy(update={"cramped_time": status.cramped_time or time_of(look.now)})
+        if not rollout.max_unavailable and rollout.strategy == "Surge":
+            reason += "; with rollout.maxUnavailable 1 an old replica would make way for it"
+        elif rollout.strategy == "Surge":
+            reason += f"; where that lasts {look.settings.surge_seconds:.0f} seconds old replicas make way, as rollout.strategy InPlace does at once"
     return replace(step, status=concluded(look, status, status.phase, "NoRoom", f"{status.message}; {reason}" if status.message else reason))
+
+
+def quota_forbids(look: ServiceLook) -> bool:
+    """Whether the last thing that the API server would not make for the service was one that a quota has no room for."""
+    return "exceeded quota" in look.refusal
 
 
 def room_made(look: ServiceLook, step: ServiceStep, way: str) -> ServiceStep:
@@ -150,7 +163,10 @@ def concluded(look: ServiceLook, status: NPUServiceStatus, phase: ServicePhase, 
         "Suspended": phase == "Suspended",
         "Refused": bool(look.refusal),
     }
-    conditions = with_conditions(status.conditions, answers, reason, message, look.service.metadata.generation, look.now)
+    words = {}
+    if look.unmeasured or any(condition.type == _UNMEASURED for condition in status.conditions):
+        answers[_UNMEASURED], words[_UNMEASURED] = bool(look.unmeasured), look.unmeasured
+    conditions = with_conditions(status.conditions, answers, reason, message, look.service.metadata.generation, look.now, words)
     return status.model_copy(update={"phase": phase, "message": message, "conditions": conditions})
 
 
@@ -248,7 +264,8 @@ def _npu_failed(look: ServiceLook, pod: Pod) -> bool:
     return node is not None and pod.key in node.lost_holders
 
 
-def _end(look: ServiceLook, pods: Sequence[Pod]) -> tuple[Action, ...]:
+def ends(look: ServiceLook, pods: Sequence[Pod]) -> tuple[Action, ...]:
+    """Delete these pods: in their own time, at once where their node cannot answer or their time is long over."""
     result = []
     for pod in pods:
         stuck = pod.delete_by is not None and look.steady > pod.delete_by + STUCK_SECONDS

@@ -59,6 +59,8 @@ class OperatorSettings(BaseSettings):
     """How long a node may be not ready before its pods count as lost, by the operator's own clock from when it heard of it, seconds."""
     unschedulable_seconds: float = Field(default=30.0, ge=0)
     """How long Kubernetes' scheduler may refuse a placed pod before the whole gang is placed anew elsewhere, seconds."""
+    surge_seconds: float = Field(default=120.0, ge=0)
+    """How long a new replica looks for room beside the old ones before some of these make way for it (at most `rollout.maxUnavailable` at a time), seconds."""
     placing_seconds: float = Field(default=900.0, gt=0)
     """How long all pods of a gang may take to run (images are pulled) before that counts as a failure, seconds."""
     ageing_seconds: float = Field(default=600.0, gt=0)

@@ -46,7 +46,7 @@ class DeviceReports:
 @dataclass(frozen=True)
 class Snapshot:
     """The cluster at one moment. ``now`` is seconds since 1970-01-01 UTC, ``steady`` the same moment by the clock that tells since when pods are as they are (None: that one too); ``loads`` are the services' by their key; ``fronts`` are the uids of those that own a Service;
-    ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round; ``unread`` what is wrong with pods and nodes that
+    ``refusals`` says, by kind and key, what the API server would not write for a resource in the last round; ``unmeasured`` by a service's key why none of its replicas shows its load; ``unread`` what is wrong with pods and nodes that
     cannot be read."""
 
     now: float
@@ -58,6 +58,7 @@ class Snapshot:
     loads: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     fronts: frozenset[str] = frozenset()
     refusals: Mapping[str, str] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, Exception] = field(default_factory=dict)
     steady: float | None = None
 
@@ -114,6 +115,7 @@ class ObjectCache:
         devices: DeviceReports | None = None,
         loads: Mapping[str, tuple[ReplicaLoad, ...]] | None = None,
         refusals: Mapping[str, str] | None = None,
+        unmeasured: Mapping[str, str] | None = None,
     ) -> Snapshot:
         """One reading of everything."""
         invalid: list[Invalid] = []
@@ -144,6 +146,7 @@ class ObjectCache:
             invalid=tuple(invalid),
             loads=loads or {},
             refusals=refusals or {},
+            unmeasured=unmeasured or {},
             unread=unread,
             steady=self._clock(),
             fronts=frozenset(owner["uid"] for body in self.bodies("Service") for owner in body["metadata"].get("ownerReferences") or ()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import JobState
 from semantide.shared.errors import BrokerUnavailable, JobCancelled, RankLost, StoreUnavailable
 from semantide.shared.job_ending import end_job
+from semantide.shared.job_lock import hold
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs, write_whole
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, logger
@@ -28,14 +28,14 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
     context = JobContext(record, settings, store, client, queues)
     signal.signal(signal.SIGTERM, lambda *_: context.stop())
     log = logger(f"job.{record.spec.kind}")
-    if not _lock(context.workdir / "lock"):
-        log.warning("another process still runs this job", job=job_id)
-        return AGAIN
     kept = context.workdir / "outcome.json"
     state: JobState = "succeeded"
     error: str | None = None
     outcome: JobOutcome | None = None
     try:
+        if not hold(context.workdir / "lock"):
+            log.warning("another process still runs this job", job=job_id)
+            return AGAIN
         if kept.exists():
             outcome = JobOutcome(**json.loads(kept.read_text()))
         else:
@@ -76,16 +76,3 @@ def _patiently(ask: Callable[[], bool]) -> bool:
         except broker_door.ConnectionLost:
             time.sleep(0.5)
     return False
-
-
-def _lock(path: Path) -> bool:
-    """Hold an exclusive lock on a file until this process ends."""
-    import fcntl
-
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return False
-    return True

@@ -7,7 +7,6 @@ ranks/error-3.json   how a rank failed, and when
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import ConnectionLost
 from semantide.shared.config import Settings
 from semantide.shared.errors import BrokerUnavailable, JobCancelled, PermanentError, RankLost, SemantideError, StoreUnavailable
+from semantide.shared.job_lock import hold
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.telemetry import continued_trace, logger
@@ -33,10 +33,8 @@ def run_rank(job_id: str, rank: int, run: Callable[[JobContext], JobOutcome], se
     log = logger(f"job.{record.spec.kind}")
     folder = context.workdir / "ranks"
     folder.mkdir(exist_ok=True)
-    # A rank of an earlier attempt may still be ending; the lock goes with its process.
-    lock = os.open(folder / f"lock-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
+        hold(folder / f"lock-{rank}", wait=True)  # a rank of an earlier attempt may still be ending
         with continued_trace(record.trace, f"job {record.spec.kind} rank {rank}"):
             outcome = run(context)
     except JobCancelled:

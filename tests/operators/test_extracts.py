@@ -24,7 +24,10 @@ SHARES = st.fixed_dictionaries(
     },
 )
 RESOURCES = st.fixed_dictionaries({}, optional={"requests": SHARES, "limits": SHARES, "claims": st.just([{"name": "npus"}])})
-CONTAINERS = st.lists(st.fixed_dictionaries({"name": TEXTS, "image": TEXTS}, optional={"resources": RESOURCES, "restartPolicy": st.just("Always")}), max_size=3)
+PORTS = st.lists(st.sampled_from([{"containerPort": 8000}, {"name": "metrics", "containerPort": 9100, "protocol": "TCP"}]), max_size=2)
+CONTAINERS = st.lists(
+    st.fixed_dictionaries({"name": TEXTS, "image": TEXTS}, optional={"resources": RESOURCES, "restartPolicy": st.just("Always"), "ports": PORTS}), max_size=3
+)
 CONDITIONS = st.lists(
     st.fixed_dictionaries(
         {"type": st.sampled_from(["Ready", "PodScheduled", "Initialized"]), "status": st.sampled_from(["True", "False", "Unknown"])},

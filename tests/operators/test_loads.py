@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import httpx
+import pytest
 
 from semantide.operators.loads import Loads
+from semantide.operators.meters import Meters
 from semantide.operators.pods import Pod
-from semantide.operators.resources import NPUService
+from semantide.operators.resources import API_VERSION, NPUService
+from semantide.operators.rounds import Rounds
 from semantide.operators.snapshot import Snapshot
 
 
@@ -30,3 +37,51 @@ def test_the_key_is_shown_in_the_own_namespace_alone() -> None:
     measured = loads.measure(Snapshot(now=0.0, services=(service("release", "ours"), service("lab", "theirs")), pods=pods))
     assert shown == {"10.0.0.1": "secret", "10.0.0.2": None}, "a pod elsewhere that names our service as its owner is not asked at all"
     assert [load.queue_depth for load in measured["release/shop"]] == [3.0] == [load.queue_depth for load in measured["lab/shop"]]
+
+
+def test_a_port_that_wants_no_key_is_asked_elsewhere() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(f"{request.url.host}:{request.url.port}{'!' * ('X-API-Key' in request.headers)}")
+        return httpx.Response(200, text="semantide_serving_queue 3\n")
+
+    loads = Loads("secret", "release", lambda: 0.0, httpx.Client(transport=httpx.MockTransport(answer)))
+    pods = (replace(pod("release", "ours", "10.0.0.1"), metrics_port=9100), replace(pod("lab", "theirs", "fd00::2"), metrics_port=9100))
+    loads.measure(Snapshot(now=0.0, services=(service("release", "ours"), service("lab", "theirs")), pods=pods))
+    assert asked == ["10.0.0.1:8000!", "fd00::2:9100"]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "status", "said"),
+    [("lab", 401, "template.ports"), ("release", 403, "SEMANTIDE_API_KEYS"), ("lab", 404, "reach /metrics"), ("lab", 0, "ConnectError")],
+)
+def test_a_service_of_which_nothing_is_heard_says_so_and_what_to_do(world: Callable[..., Any], namespace: str, status: int, said: str) -> None:
+    answers = [status]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not answers[0]:
+            raise httpx.ConnectError("no route")
+        return httpx.Response(answers[0], text="semantide_serving_queue 3\n")
+
+    lab, meters = world(["a"]), Meters()
+    lab.operator = Rounds(lab.cluster, lab.settings, lambda: lab.now, meters=meters, writers=1)
+    lab.cluster.create({"apiVersion": API_VERSION, "kind": "NPUService", "metadata": {"name": "shop", "namespace": namespace}, "spec": {}})
+    lab.settle()
+    loads = Loads("secret", "release", lambda: lab.now, httpx.Client(transport=httpx.MockTransport(answer)))
+
+    def look() -> dict[str, Any]:
+        lab.operator.measured(loads.measure(lab.operator.last), loads.unmeasured)
+        lab.turn(1, 1.0)
+        conditions = lab.cluster.get("NPUService", namespace, "shop")["status"]["conditions"]
+        return {entry["type"]: entry for entry in conditions}
+
+    def counted() -> str:
+        return next(line for line in meters.page().decode().splitlines() if line.startswith("semantide_operator_unmeasured{")).split()[-1]
+
+    assert "Unmeasured" not in look() and "Unmeasured" not in look(), "it may only just have started"
+    told = look()
+    assert (told["Unmeasured"]["status"], told["Unmeasured"]["reason"]) == ("True", "Unmeasured") and said in told["Unmeasured"]["message"]
+    assert told["Complete"]["status"] == "True" and "load" not in told["Complete"].get("message", "") and counted() == "1.0"
+    answers[0] = 200
+    assert look()["Unmeasured"]["status"] == "False" and counted() == "0.0"

@@ -99,3 +99,27 @@ def test_what_one_gang_said_of_its_nodes_is_not_said_of_the_next_ones(world: Wor
     lab.cluster.annotate("NPUJob", "lab", "train", {STEP_SECONDS_ANNOTATION: json.dumps({"attempt": 2, "0": 0.2, "1": 0.2})})
     lab.settle()
     assert [entry["node"] for entry in lab.status("train")["slow"]] == [first[1]]
+
+
+def test_how_unequal_an_earlier_gang_was_is_not_said_of_the_next_one(world: Worlds) -> None:
+    lab = world(["a", "b"])
+    lab.submit("train", pods=2, npus=8, restartPolicy={"backoffSeconds": 0})
+    lab.settle()
+
+    def say(attempt: int, imbalance: str, *seconds: float) -> float | None:
+        steps = {"attempt": attempt, **{str(pod): value for pod, value in enumerate(seconds)}}
+        lab.cluster.annotate("NPUJob", "lab", "train", {IMBALANCE_ANNOTATION: imbalance, STEP_SECONDS_ANNOTATION: json.dumps(steps)})
+        lab.settle()
+        return lab.status("train").get("imbalance")  # type: ignore[no-any-return]
+
+    assert say(1, "0.5", 0.1, 0.3) == 0.5
+    lab.end("train", rank=0, status=AGAIN)
+    for _ in range(8):
+        lab.turn(1, 1.0)
+        assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1 or "imbalance" not in lab.status("train")
+    assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 2
+    assert say(2, "0.5") is None, "it has said nothing of itself yet"
+    assert say(2, "0.25", 0.1, 0.15) == 0.25
+    lab.end("train")
+    lab.settle()
+    assert lab.phase("train") == "Succeeded" and lab.status("train")["imbalance"] == 0.25

@@ -75,3 +75,50 @@ def test_where_most_nodes_fall_silent_at_once_it_is_not_they(world: Worlds, npus
         lab.nodes.ready(f"n{number}", False)
     lab.turn(6, 10.0)
     assert (before != {body["metadata"]["uid"] for body in lab.cluster.of("Pod")}) == lost
+
+
+@pytest.mark.parametrize("skew", [-86_400.0, -90.0, 0.0, 90.0, 86_400.0])
+def test_no_other_clock_says_how_long_a_pod_has_been_as_it_is(world: Worlds, skew: float) -> None:
+    lab = world(["a", "b"], unschedulable_seconds=30, stop_seconds=40)
+    lab.cluster.clock = lambda: lab.now + skew  # the API server's, the scheduler's and the kubelets'
+    lab.submit("refused", npus=8)
+    lab.operator.turn()
+    (pod,) = lab.pods("refused")
+    told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "full", "lastTransitionTime": time_of(lab.now + skew)}
+    lab.cluster.set_status("Pod", "lab", pod["metadata"]["name"], conditions=[told])
+    lab.now += 29
+    lab.operator.turn()
+    assert lab.phase("refused") == "Placing"
+    lab.now += 2
+    lab.operator.turn()
+    assert lab.phase("refused") == "Restarting"
+    lab.change("NPUJob", "refused", suspend=True)
+    lab.submit("stuck", npus=8)
+    lab.settle()
+    (pod,) = lab.pods("stuck")
+    lab.change("NPUJob", "stuck", suspend=True)
+    lab.operator.turn()
+    for seconds, there in ((99, True), (2, False)):  # its own 40 seconds, and a minute
+        lab.now += seconds
+        lab.operator.turn()
+        assert bool(lab.pods("stuck")) == there
+
+
+@pytest.mark.parametrize("skew", [-86_400.0, 0.0, 86_400.0])
+def test_no_other_clock_says_how_long_another_scheduler_may_take(world: Worlds, skew: float) -> None:
+    lab = world(["a", "b"], placing_seconds=100)
+    lab.cluster.clock = lambda: lab.now + skew
+    lab.submit("theirs", pods=2, npus=4, scheduler="volcano")
+    lab.operator.turn()
+    lab.now += 500
+    first, second = lab.pods("theirs")
+    for body in (first, second):
+        told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": time_of(lab.now + skew)}
+        lab.cluster.set_status("Pod", "lab", body["metadata"]["name"], conditions=[told])
+    lab.operator.turn()
+    assert lab.phase("theirs") == "Placing", "in that one's line it holds nothing"
+    lab.cluster.bind("lab", first["metadata"]["name"], "a")
+    for seconds, phase in ((99, "Placing"), (2, "Restarting")):
+        lab.now += seconds
+        lab.operator.turn()
+        assert lab.phase("theirs") == phase
