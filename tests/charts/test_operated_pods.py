@@ -186,7 +186,9 @@ def test_every_release_brings_what_its_own_pods_need(render: Render, operators: 
     """Two releases in one namespace under one operator: each one's pods have its broker, volume, keys, account and image, and nothing of the other's."""
     options = ("--set", "settings.jobRunner=cluster,metricsEnabled=true,servingReplicas.main.replicas.max=2", *KNOWS)
     mine = render("", *options, "--set", "imageTag=v1,environmentSecret=mine,operatorPodTemplate.nodeSelector.pool=mine", release="shop")
-    other = render("", *options, "--set", "imageTag=v2,environmentSecret=theirs,operatorEnabled=false,operatorClusterWide=true,crdsEnabled=false", release="other")
+    other = render(
+        "", *options, "--set", "imageTag=v2,environmentSecret=theirs,operatorEnabled=false,operatorClusterWide=true,crdsEnabled=false", release="other"
+    )
     operator = settings_of(mine).model_copy(update={"own_namespace": "shop" if operators.startswith("the first") else "operators"})
     for manifests, name, tag, secret in ((mine, "shop-semantide", "v1", "mine"), (other, "other-semantide", "v2", "theirs")):
         service = of_kind(manifests, "NPUService")[f"{name}-replicas-main"]
@@ -205,7 +207,9 @@ def test_every_release_brings_what_its_own_pods_need(render: Render, operators: 
             claims = [volume["persistentVolumeClaim"]["claimName"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
             assert claims == [f"{name}-data"] and pod["metadata"]["labels"]["semantide.io/data"] == f"{name}-data"
             assert spec.get("nodeSelector") == ({"pool": "mine"} if manifests is mine else None)
-            assert spec["securityContext"] == room["spec"]["securityContext"] and container["securityContext"] == room["spec"]["containers"][0]["securityContext"]
+            assert (
+                spec["securityContext"] == room["spec"]["securityContext"] and container["securityContext"] == room["spec"]["containers"][0]["securityContext"]
+            )
             near = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             assert near == room["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"], "once, and that of its own volume"
             shared = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}.get("/dev/shm")
@@ -238,6 +242,7 @@ def test_settings_of_jobs_lie_over_the_charts(render: Render) -> None:
 
 def drawn(draw: random.Random, name: str) -> Manifest:
     """Any template, of few names, so that they meet."""
+
     def one(length: int = 3) -> str:
         return draw.choice("abcdef"[:length])
 
