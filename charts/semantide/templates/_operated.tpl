@@ -72,6 +72,9 @@ env:
   - name: SEMANTIDE_API_KEYS
     valueFrom:
       {{- include "semantide.apiKeys" . | nindent 6 }}
+  # An operator of another release reads the load here: it has no key of this one's.
+  - name: SEMANTIDE_METRICS_PORT
+    value: "9100"
   - name: SEMANTIDE_METRICS_HOST
     value: {{ .Values.listenAddress | quote }}
 {{- end -}}
