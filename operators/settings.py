@@ -84,7 +84,7 @@ class OperatorSettings(BaseSettings):
     slow_ratio: float = Field(default=1.1, gt=1)
     """Step time over the gang's median from which a node counts as slow."""
     api_keys: str = ""
-    """Keys of the services' API, separated by commas; the first one is shown to replicas in the operator's own namespace when their metrics are read."""
+    """Keys of the services' API, separated by commas; the first one is shown to replicas of the operator's own release when their metrics are read."""
     load_seconds: float = Field(default=5.0, gt=0)
     """How often services' load is measured, seconds."""
     log_level: str = "INFO"

@@ -14,8 +14,8 @@ import shutil
 import time
 
 import numpy as np
-import torch
 
+from semantide.kernels.device import best_device
 from semantide.services.negatives.beam_search import BeamConfig, BeamSearcher
 from semantide.services.negatives.cuts import cut_events
 from semantide.services.negatives.newest_models import NewestModels
@@ -143,7 +143,7 @@ def _searcher(job: JobContext, inputs: dict[str, str], dataset: Dataset, events:
         return TopItems(folder, TableSnapshot.load(job.store.get, inputs["model"]), dataset, events, card["max_items"], width)
     catalog = Catalog.load(job.store.get(inputs["catalog"]))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
-    model = Generator.from_pretrained(folder).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = Generator.from_pretrained(folder).to(best_device())
     return BeamSearcher(model, catalog, dataset, events, card["max_items"], width)
 
 

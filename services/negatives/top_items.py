@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from semantide.kernels.device import best_device
 from semantide.services.negatives.cuts import Cuts
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import Conflict
@@ -28,7 +29,7 @@ class TopItems:
 
         Raises: Conflict for a data set of which the retriever has nothing.
         """
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = best_device()
         self._model_rows_N = np.array([table.row_of.get(item, -1) for item in dataset.item_ids], dtype=np.int64)
         known = self._model_rows_N >= 0
         if not known.any():

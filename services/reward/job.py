@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from semantide.kernels.device import best_device
 from semantide.services.reward.building import build
 from semantide.services.reward.newest_rewards import NewestRewards
 from semantide.services.reward.recipes import RewardTraining, recipe
@@ -64,7 +65,7 @@ def _train(job: JobContext, config: RewardTraining) -> JobOutcome:
         job.spec.seed,
         job.workdir,
         backbone_NB=_backbone(job, dataset),
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        device=best_device(),
         tick=tick,
         metric=lambda step, figures: job.metric(step, **figures),
     )

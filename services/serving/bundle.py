@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from semantide.kernels.device import best_device
 from semantide.services.serving.profile import Reading, reading_of
 from semantide.services.serving.registry import Pair
 from semantide.shared.artifacts import ArtifactStore
@@ -230,7 +231,7 @@ def load_bundle(
     """
     model_folder = store.get(pair.model)
     header = read_header(model_folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     same = next((bundle for bundle in loaded if bundle.pair.catalog == pair.catalog), None)
     if same is None:
         catalog_folder = store.get(pair.catalog)

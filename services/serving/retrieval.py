@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from semantide.kernels.device import best_device
 from semantide.services.serving.bundle import Bundle, Unavailable
 from semantide.services.serving.profile import Reading, TimedEvent, profile_of, reading_of
 from semantide.services.serving.registry import Registry
@@ -92,7 +93,7 @@ class LoadedRetriever:
         Raises: NotFound, Corrupt, Conflict.
         """
         folder = store.get(ref)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = best_device()
         model = Retriever.from_pretrained(folder).to(device).requires_grad_(False)
         table = TableSnapshot.load(store.get, ref, None if known is None else known.table)
         card = _card(folder)

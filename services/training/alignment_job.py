@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from semantide.kernels.device import best_device
 from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
 from semantide.services.training.evaluate import Case, cases_of
 from semantide.services.training.grpo import policy_weights
 from semantide.services.training.held_out import HeldOut, HeldOutTest, Judged, popularity_percentiles
-from semantide.services.training.job_inputs import card_of, device, promotion_of
+from semantide.services.training.job_inputs import card_of, promotion_of
 from semantide.services.training.policy_terms import PolicyTerms
 from semantide.services.training.prompt_share import PromptShare
 from semantide.services.training.rankers import GeneratorRanker
@@ -81,7 +82,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     promote = promotion_of(changes)
     changes.pop("processes", None)
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
-    share = PromptShare(ranks or World.single(device()))
+    share = PromptShare(ranks or World.single(best_device()))
     leads = share.world.leads
     if leads:
         job.configured(config)

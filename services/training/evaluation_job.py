@@ -18,8 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from semantide.kernels.device import best_device
 from semantide.services.training.evaluate import Case, EvaluateConfig, cases_of, evaluate
-from semantide.services.training.job_inputs import TOKENIZE_AGAIN, card_of, device, input_of
+from semantide.services.training.job_inputs import TOKENIZE_AGAIN, card_of, input_of
 from semantide.services.training.judgement import Judgement, judge
 from semantide.services.training.logged_choices import LoggedPages, choices, earned
 from semantide.services.training.rankers import GeneratorRanker, PopularityRanker, Ranker, RetrieverRanker, SASRecRanker
@@ -226,18 +227,18 @@ def load_ranker(
         rows = rows_of(
             dataset.item_ids, {item: row for row, item in enumerate(items)}, f"the SASRec model {ref[:24]}...", "train it on this data set", least_known
         )
-        return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(device()), rows, card["max_items"])
+        return "sasrec", SASRecRanker(SASRec.from_pretrained(folder).to(best_device()), rows, card["max_items"])
     if card["model_type"] == "retriever":
         known = TableSnapshot.load(job.store.get, ref)
         rows = rows_of(dataset.item_ids, known.row_of, f"the retriever {ref[:24]}...", "train it on this data set", least_known)
-        retriever = Retriever.from_pretrained(folder).to(device())
+        retriever = Retriever.from_pretrained(folder).to(best_device())
         actions = None if events is None else events.among(retriever.config.actions)
         return "retriever", RetrieverRanker(retriever, lambda rows_T: known.vectors_ND[rows_T], rows, card["max_items"], model_actions=actions)
     catalog_ref = _catalog_of(job, name, ref)
     catalog = Catalog.load(job.store.get(catalog_ref))
     catalog.check_model(card["tokenizer_digest"], tuple(card["level_sizes"]))
     rows = rows_of(dataset.item_ids, catalog.row_of, f"catalog {catalog_ref[:26]}...", TOKENIZE_AGAIN, least_known)
-    model = shorten(Generator.from_pretrained(folder).to(device()), weights, time.perf_counter)
+    model = shorten(Generator.from_pretrained(folder).to(best_device()), weights, time.perf_counter)
     actions = None if events is None else events.among(model.config.merger.actions)
     return "generator", GeneratorRanker(model, catalog.trie, catalog.codes, rows, card["max_items"], beam_width, actions)
 

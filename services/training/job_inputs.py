@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
-
 from semantide.shared.contracts import Promotion
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.jobs import JobContext
@@ -41,8 +39,3 @@ def card_of(job: JobContext, ref: str) -> dict[str, Any]:
     """What a stored model says of itself."""
     card: dict[str, Any] = json.loads((job.store.get(ref) / "semantide.json").read_text())
     return card
-
-
-def device() -> torch.device:
-    """Where models of this process compute."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

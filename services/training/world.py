@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from semantide.kernels.device import best_device
 from semantide.shared.errors import RankLost
 
 _DEVICE_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -99,7 +100,7 @@ class World:
 
         Raises: ValueError for fewer devices than local ranks, RankLost when the others do not come in time.
         """
-        kind = torch.device(device) if device is not None else _best_device()
+        kind = torch.device(device) if device is not None else best_device()
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls.single(kind)
         local, rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -262,8 +263,3 @@ def _wire(tensor: Tensor) -> Tensor:
     """The same memory with every row as bytes."""
     rows = len(tensor) if tensor.ndim else 1
     return tensor.view(rows, math.prod(tensor.shape[1:])).view(torch.uint8)
-
-
-def _best_device() -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found if found is not None and found.type in _DEVICE_BACKENDS else torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from semantide.operators.job_pods import gang_manifests
+from semantide.operators.loads import METRICS_PORT
 from semantide.operators.resources import API_VERSION, JOB_LABEL, SERVICE_LABEL, NPUJob, NPUService, PodPlacement
 from semantide.operators.service_pods import replica_manifests, service_revision
 from semantide.operators.settings import OperatorSettings
@@ -102,9 +103,16 @@ def test_replicas_are_reached_as_apis_are(render: Render, namespaces: str) -> No
     assert pod["metadata"]["labels"][SERVICE_LABEL] == "shop-semantide-replicas-main"
     ((name, policy),) = policies(manifests, pod["metadata"]["labels"]).items()
     api = of_kind(manifests, "NetworkPolicy")["shop-semantide-api"]["spec"]
-    assert name == "shop-semantide-replicas" and policy["ingress"] == api["ingress"]
+    *rules, load = policy["ingress"]
+    assert name == "shop-semantide-replicas" and rules == api["ingress"]
+    # Whichever operator runs them is let in where it reads their load.
+    ((peer,), (port,)) = load["from"], load["ports"]
+    operator = of_kind(manifests, "Deployment")["shop-semantide-operator"]["spec"]["template"]["metadata"]["labels"]
+    assert peer["namespaceSelector"] == {} and chosen(peer["podSelector"], operator) and not chosen(peer["podSelector"], {})
+    told = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
+    assert told["SEMANTIDE_METRICS_PORT"] == str(port["port"]) == str(METRICS_PORT)
     named = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
-    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} <= named
+    assert {port["port"] for rule in rules for port in rule["ports"]} <= named
 
 
 def test_collectors_find_replicas(render: Render) -> None:

@@ -217,6 +217,21 @@ def test_the_schema_of_replicas_is_the_resources_own(lint: ModuleType, render: R
     assert all(place == {"$ref": "#/$defs/podTemplate"} for place in places)
 
 
+def test_definitions_outlive_their_release_and_fit_any_other(render: Render) -> None:
+    """`helm uninstall` leaves them; whoever takes them over (docs/operations.md says how) finds them as its own chart would make them, but for the labels that name the release."""
+
+    def definitions(release: str, *options: str) -> list[Manifest]:
+        return [body for body in render("", *options, release=release) if body["kind"] == "CustomResourceDefinition"]
+
+    first, other = definitions("shop"), definitions("other")
+    assert {body["metadata"]["name"] for body in first} == {"npujobs.semantide.io", "npuservices.semantide.io"}
+    for one, same in zip(first, other, strict=True):
+        assert one["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+        assert one["metadata"]["name"] == same["metadata"]["name"] and one["spec"] == same["spec"]
+        assert one["metadata"]["labels"].items() - same["metadata"]["labels"].items() == {("app.kubernetes.io/instance", "shop")}
+    assert not definitions("other", "--set", "crdsEnabled=false")
+
+
 def test_a_drain_takes_one_operator_at_a_time(render: Render) -> None:
     def budgets(*options: str) -> dict[str, Manifest]:
         return {body["metadata"]["name"]: body for body in render("", *options) if body["kind"] == "PodDisruptionBudget"}

@@ -72,8 +72,15 @@ env:
   - name: SEMANTIDE_API_KEYS
     valueFrom:
       {{- include "semantide.apiKeys" . | nindent 6 }}
+  # An operator of another release reads the load here: it has no key of this one's.
+  - name: SEMANTIDE_METRICS_PORT
+    value: "9100"
   - name: SEMANTIDE_METRICS_HOST
     value: {{ .Values.listenAddress | quote }}
+ports:
+  - name: metrics
+    containerPort: 9100
+    protocol: TCP
 {{- end -}}
 
 {{/* Templates of pods of jobs and of replicas, as JSON. */}}
