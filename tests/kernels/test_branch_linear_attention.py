@@ -12,7 +12,9 @@ from semantide.kernels.branch_linear_attention import Branches, branch_linear_at
 from semantide.kernels.linear_attention import Rule
 
 RULES = [Rule(delta, per_channel) for delta, per_channel in itertools.product((False, True), repeat=2)]
-TRUNKS = st.lists(st.tuples(st.sampled_from([1, 2, 16, 17, 64, 65, 130]), st.lists(st.tuples(st.integers(0, 129), st.sampled_from([0, 1, 2, 3, 9])), max_size=5)), max_size=3)
+TRUNKS = st.lists(
+    st.tuples(st.sampled_from([1, 2, 16, 17, 64, 65, 130]), st.lists(st.tuples(st.integers(0, 129), st.sampled_from([0, 1, 2, 3, 9])), max_size=5)), max_size=3
+)
 
 
 def branches_of(trunks):
