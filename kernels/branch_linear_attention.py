@@ -14,6 +14,8 @@ Source: OneLA (arXiv 2609.12399), its tree of suffix tokens, with a chunk in the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,6 +27,22 @@ from semantide.kernels.dispatch import kernel
 from semantide.kernels.linear_attention import LOWEST, Rule, linear_attention, linear_chunks
 
 _GROUP_BYTES = 64 * 2**20  # of tables of pairs and of states, for the tiles that are read at once
+
+
+class _Tokens(NamedTuple):
+    """What the operator takes of tokens."""
+
+    q_TGd: Tensor
+    k_TGd: Tensor
+    v_THe: Tensor
+    g: Tensor
+    beta_TH: Tensor | None
+
+    def at(self, rows: Tensor | slice) -> _Tokens:
+        return _Tokens._make(None if x is None else x[rows] for x in self)
+
+    def split(self, sizes: list[int]) -> Iterator[_Tokens]:
+        return map(_Tokens._make, zip(*([None] * len(sizes) if x is None else x.split(sizes) for x in self), strict=True))
 
 
 class TileGroup(NamedTuple):
@@ -152,13 +170,13 @@ def branch_linear_attention(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tens
     Shapes: as of ``linear_attention``, the trunk's tokens first.
     Raises: ValueError when shapes do not fit.
     """
-    trunk, given = branches.trunk, (q_TGd, k_TGd, v_THe, g, beta_TH)
-    out_THe, _ = linear_attention.reference(*(None if x is None else x[:trunk] for x in given), branches.offsets_B1, None, rule)  # type: ignore[arg-type]
+    trunk, given = branches.trunk, _Tokens(q_TGd, k_TGd, v_THe, g, beta_TH)
+    out_THe, _ = linear_attention.reference(*given.at(slice(trunk)), branches.offsets_B1, None, rule)
     spans = zip(branches.begins_J.tolist(), branches.ends_J.tolist(), branches.offsets_J1.tolist(), branches.offsets_J1[1:].tolist(), strict=False)
     ways = [torch.cat([torch.arange(begin, end), trunk + torch.arange(own, last)]).to(v_THe.device) for begin, end, own, last in spans]
     rows = torch.cat([torch.arange(0, device=v_THe.device), *ways])
     offsets_J1 = torch.tensor([0, *accumulate(map(len, ways))], device=v_THe.device)
-    own_THe, _ = linear_attention.reference(*(None if x is None else x[rows] for x in given), offsets_J1, None, rule)  # type: ignore[arg-type]
+    own_THe, _ = linear_attention.reference(*given.at(rows), offsets_J1, None, rule)
     return torch.cat([out_THe, own_THe[rows >= trunk]])
 
 
@@ -168,37 +186,35 @@ def branch_linear_attention(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tens
 def branch_linear_attention_tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, branches: Branches, rule: Rule) -> Tensor:
     """One walk over the trunk, and products with the states that its chunks began with; no table is kept for the way back."""
     with torch.autocast(v_THe.device.type, enabled=False):
-        return _tiled(q_TGd, k_TGd, v_THe, g, beta_TH, branches, rule)
+        return _tiled(_Tokens(q_TGd, k_TGd, v_THe, g, beta_TH), branches, rule)
 
 
-def _tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g: Tensor, beta_TH: Tensor | None, branches: Branches, rule: Rule) -> Tensor:
-    trunk, given = branches.trunk, (q_TGd, k_TGd, v_THe, g, beta_TH)
-    walked = linear_chunks(*(None if x is None else x[:trunk] for x in given), branches.offsets_B1, None, rule)  # type: ignore[arg-type]
-    own = [None if x is None else x[trunk:] for x in given]
-    if len(v_THe) - trunk != int(branches.offsets_J1[-1]):
+def _tiled(given: _Tokens, branches: Branches, rule: Rule) -> Tensor:
+    trunk, own = given.at(slice(branches.trunk)), given.at(slice(branches.trunk, None))
+    walked = linear_chunks(*trunk, branches.offsets_B1, None, rule)
+    if len(own.v_THe) != int(branches.offsets_J1[-1]):
         raise ValueError(
-            f"{len(v_THe) - trunk} tokens behind a trunk of {trunk}, but {int(branches.offsets_J1[-1])} in branches: give each branch's tokens behind the trunk's"
+            f"{len(own.v_THe)} tokens behind a trunk of {branches.trunk}, but {int(branches.offsets_J1[-1])} in branches: give each branch's tokens behind the trunk's"
         )
-    (heads, value_size), size = v_THe.shape[1:], q_TGd.shape[2]
+    (heads, value_size), size = given.v_THe.shape[1:], given.q_TGd.shape[2]
     rows = max(walked.run, int(branches.offsets_J1.diff().max()) if len(branches.ends_J) else 0)
     pairs = rows * (walked.run + rows) * (size if rule.per_channel else 2)
     order_I, parts = branches.tiles(walked.run, max(1, _GROUP_BYTES // (4 * heads * (pairs + size * value_size))))
     if not len(order_I):
         return walked.out_THe
     assert walked.starts_NHde is not None
-    written_THe = v_THe[:trunk] if walked.written_THe is None else walked.written_THe
-    tokens, sizes = [part.tokens for part in parts], [len(group.at_I) for part in parts for group in part.groups]
-    pieces = zip(
-        parts, walked.starts_NHde.split([part.chunks for part in parts]), *(x.split(tokens) for x in (k_TGd[:trunk], written_THe, g[:trunk])), strict=True
-    )
-    runs = iter(zip(*([None] * len(sizes) if x is None else x[order_I].split(sizes) for x in own), strict=True))
+    written_THe = trunk.v_THe if walked.written_THe is None else walked.written_THe
+    tokens = [part.tokens for part in parts]
+    states = walked.starts_NHde.split([part.chunks for part in parts])
+    pieces = zip(parts, states, *(x.split(tokens) for x in (trunk.k_TGd, written_THe, trunk.g)), strict=True)
+    runs = own.at(order_I).split([len(group.at_I) for part in parts for group in part.groups])
     kept = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     outputs: list[Tensor] = []
-    for part, *seen in pieces:
+    for part, starts, k, written, g in pieces:
         for group in part.groups:
-            tensors = (*seen, *next(runs))
-            outputs.append(checkpoint(_read, group, rule, *tensors, use_reentrant=False, preserve_rng_state=False) if kept else _read(group, rule, *tensors))
-    return torch.cat([walked.out_THe, torch.cat(outputs).to(v_THe.dtype)[order_I.argsort()]])
+            read = partial(_read, group, rule, starts, k, written, g, *next(runs))
+            outputs.append(checkpoint(read, use_reentrant=False, preserve_rng_state=False) if kept else read())
+    return torch.cat([walked.out_THe, torch.cat(outputs).to(walked.out_THe.dtype)[order_I.argsort()]])
 
 
 def _read(
@@ -245,13 +261,17 @@ def _read(
     if beta_IH is not None:
         beta = laid(beta_IH.to(wide), group.rows_MX).unsqueeze(-1)
         v = torch.linalg.solve_triangular(beta * from_own[:, :, 1], beta * (v - known[0]), upper=False, unitriangular=True)
-    return (read + from_own[:, :, 0] @ v).transpose(1, 2).flatten(0, 1)[group.at_I]
+    out_MXHe = (read + from_own[:, :, 0] @ v).transpose(1, 2)
+    out_IHe: Tensor = out_MXHe.flatten(0, 1)[group.at_I]
+    return out_IHe
 
 
 def _pairs(x: Tensor, k: Tensor, later: Tensor, earlier: Tensor, apart: Tensor) -> Tensor:
     """Products of rows with keys, faded by what lies between, and zero where they are apart: [M, H, z, X, d], [M, H, C, d] -> [M, H, z, X, C]."""
     if later.shape[-1] == 1:
         fade = (later - earlier.transpose(-1, -2)).masked_fill(apart[:, None], -torch.inf).to(x.dtype).exp()
-        return (x.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, x.shape[2:4]) * fade.unsqueeze(2)
+        alike: Tensor = (x.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, x.shape[2:4]) * fade.unsqueeze(2)
+        return alike
     fade = (later.unsqueeze(3) - earlier.unsqueeze(2)).masked_fill(apart[:, None, :, :, None], -torch.inf).to(x.dtype).exp()
-    return torch.einsum("mhzxd,mhxcd->mhzxc", x, k.unsqueeze(2) * fade)
+    found: Tensor = torch.einsum("mhzxd,mhxcd->mhzxc", x, k.unsqueeze(2) * fade)
+    return found

@@ -89,7 +89,8 @@ def walk(
 ) -> Walked:
     """What was checked before; ``chunks`` asks for what branches go on from."""
     run = walker.run(q_TGd.shape[2], g.ndim == 3)
-    return Walked(*_Walk.apply(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, walker, run, chunks), run)
+    out_THe, end_BHde, starts_NHde, written_THe = _Walk.apply(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, walker, run, chunks)
+    return Walked(out_THe, end_BHde, starts_NHde, written_THe, run)
 
 
 class _Walk(torch.autograd.Function):
@@ -124,11 +125,14 @@ class _Walk(torch.autograd.Function):
         ctx.walker, ctx.run = walker, run
         if not chunks:
             return kept.out_THe, kept.end_BHde, None, None
-        return *kept[:3], None if kept.unknown_THe is None else kept.unknown_THe * beta_TH.unsqueeze(-1)
+        written_THe = None if kept.unknown_THe is None or beta_TH is None else kept.unknown_THe * beta_TH.unsqueeze(-1)
+        return *kept[:3], written_THe
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THe: Tensor | None, *grads_more: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_THe: Tensor | None, grad_end: Tensor | None, grad_starts: Tensor | None, grad_written: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, *kept = ctx.saved_tensors
         given = Given(q_TGd, k_TGd, v_THe, g, beta_TH, state_BHde, offsets_B1, chunks_B1, ctx.run)
         (tokens, heads, value_size), (groups, size) = v_THe.shape, q_TGd.shape[1:]
@@ -136,7 +140,9 @@ class _Walk(torch.autograd.Function):
         grad_THe = torch.zeros_like(v_THe, memory_format=torch.contiguous_format) if grad_THe is None else grad_THe.contiguous()
         grads = Gradients(
             grad_THe,
-            *(None if x is None else x.contiguous() for x in grads_more),
+            None if grad_end is None else grad_end.contiguous(),
+            None if grad_starts is None else grad_starts.contiguous(),
+            None if grad_written is None else grad_written.contiguous(),
             v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32),
             v_THe.new_empty(parts, tokens, heads, size, dtype=torch.float32),
             torch.empty_like(v_THe, memory_format=torch.contiguous_format),

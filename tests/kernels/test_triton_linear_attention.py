@@ -10,6 +10,7 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed: install the dev extra to check its kernels in the interpreter")
 
+from semantide.kernels.branch_linear_attention import Branches, branch_linear_attention
 from semantide.kernels.linear_attention import Rule, linear_attention, linear_attention_by_chunks
 
 RULES = [Rule(delta, per_channel) for delta, per_channel in itertools.product((False, True), repeat=2)]
@@ -56,3 +57,18 @@ def test_half_precision_keeps_its_type_and_its_states_are_float32():
     assert [x.dtype for x in found] == [torch.float16, torch.float32, *[torch.float16] * 5]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_branches_off_a_walk_are_those_off_the_chunks(rule):
+    lengths = [18 if rule.per_channel else 34, 3]
+    branches = Branches(torch.tensor([0, lengths[0], sum(lengths)]), torch.tensor([5, lengths[0], sum(lengths)]), torch.tensor([0, 2, 3, 5]))
+    tensors, _ = inputs([sum(lengths) + 5], rule, (1, 2), (8, 33), False)
+    found = []
+    for dtype in (torch.float32, torch.float64):  # the latter takes the torch way
+        leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in tensors[:5]]
+        out = branch_linear_attention.implementation("cuda")(*leaves, branches, rule)
+        (out * torch.arange(out.numel(), dtype=dtype).view(out.shape).add(1).sin()).sum().backward()
+        found.append([out.detach(), *(x.grad for x in leaves if x is not None)])
+    for place, (a, b) in enumerate(zip(*found, strict=True)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, msg=lambda m, place=place: f"{place}: {m}")

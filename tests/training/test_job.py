@@ -136,6 +136,22 @@ def test_any_forms_of_layers_are_trained(make_job: MakeJob, inputs: dict[str, st
     assert json.loads((store.get(model) / "semantide.json").read_text())["metrics"]["valid"]["ndcg@10"] > 0.4
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_hybrid_trained_in_bfloat16_has_nearly_the_losses_and_the_very_types_of_float32(
+    make_job: MakeJob, inputs: dict[str, str], store: ArtifactStore, merged: bool
+) -> None:
+    config = hybrid(["linear_attention", "kda", "full_attention"], attention_gate=True, merger={"enabled": merged})
+    losses, types = [], []
+    for dtype in ("float32", "bfloat16"):
+        folder = store.get(
+            run(make_job("train", recipe="hybrid-tiny", config={**config, "epochs": 3, "dtype": dtype}, inputs=inputs, seed=1)).artifacts["model"]
+        )
+        losses.append(json.loads((folder / "semantide.json").read_text())["metrics"]["loss"])
+        types.append({name: tensor.dtype for name, tensor in Generator.from_pretrained(folder).state_dict().items()})
+    assert losses[1] == pytest.approx(losses[0], rel=0.03) and losses[1] != losses[0]
+    assert types[0] == types[1] and set(types[0].values()) == {torch.float32}
+
+
 def with_pages(store: ArtifactStore, inputs: dict[str, str], folder: Path) -> dict[str, str]:
     """The ring, shown in pages of the next two or three items."""
     write_dataset(folder)
