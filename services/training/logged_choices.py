@@ -119,14 +119,11 @@ def _known_places(feedback: Feedback, part: Part, question: Question) -> tuple[I
     """Exposures of pages that are known from the first place on without a gap, in the order of page and place, and the number of each one's page."""
     rows = np.flatnonzero((feedback.parts == PARTS.index(part)) & (feedback.users >= 0))
     rows = rows[np.lexsort((feedback.positions[rows], feedback.pages[rows]))]
-    if question == "pages":
-        whole_C = ~np.isnan(feedback.propensities[rows])
-    else:
-        whole_C = np.ones(len(rows), dtype=np.bool_)
+    unknown_C = np.isnan(feedback.propensities[rows]) & (question == "pages")
     new = np.append(True, np.diff(feedback.pages[rows]) != 0)[: len(rows)]
     page_C = np.cumsum(new) - 1
     begins_C = np.flatnonzero(new)[page_C]
-    broken_C = np.cumsum((feedback.positions[rows] != np.arange(len(rows)) - begins_C) | ~whole_C)
+    broken_C = np.cumsum((feedback.positions[rows] != np.arange(len(rows)) - begins_C) | unknown_C)
     # A page is broken from the first place on that is not what should stand there.
     kept_C = broken_C == np.append(0, broken_C)[begins_C]
     return rows[kept_C], np.unique(page_C[kept_C], return_inverse=True)[1].astype(np.int64)

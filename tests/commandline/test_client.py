@@ -162,6 +162,42 @@ def test_two_models_are_judged_within_the_bounds_of_the_deployment(client: Clien
     assert {tuple(spec["config"]["bounds"]) for spec in specs} == {tuple(Settings().promotion_bounds), ("hr@10",)}
 
 
+def test_the_log_is_asked_of_models_and_its_answer_shown(
+    client: Client, settings: Settings, broker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "content").write_text("some")
+    model, dataset, catalog = (ArtifactStore(settings.artifacts_root).put(kind, tmp_path / "some") for kind in ("models", "datasets", "catalogs"))
+    arguments = ["evaluate", "--model", model, "--dataset", dataset, "--catalog", catalog, "--logged", "pages"]
+    assert invoke(*arguments, "--no-wait").exit_code == 0
+    (job,) = client.get("/v1/jobs", kind="evaluate")
+    assert job["spec"]["config"] == {"logged": "pages"}
+    known, unknown = {"value": 0.25, "low": 0.2, "high": 0.3}, {"value": None, "low": None, "high": None}
+    kinds = {name: {**known, "lift": {**known, "beyond_noise": True}} for name in ("ips", "snips", "doubly_robust")}
+    row = {
+        "model": "generator",
+        "exclude_seen": True,
+        "agrees": 0.1,
+        "users": 7,
+        "pages": 8,
+        "places": 90,
+        "mean_weight": {**known, "value": 0.4},
+        "effective": 31.0,
+    }
+    row |= {"clicks": {"log": known, **kinds}, "orders": {"log": unknown, **{name: {**one, **unknown} for name, one in kinds.items()}}}
+    ended = Jobs(broker).get(job["id"]).model_copy(update={"result": {"logged": "pages", "estimates": [row]}})
+    monkeypatch.setattr(main, "run_kind", lambda *arguments, **options: ended)
+    output = " ".join(invoke(*arguments).output.split())
+    for text in (
+        "the log earned 0.2500 (0.2000 to 0.3000) at 90 places of 8 pages of 7 people",
+        "doubly robust",
+        "too few to tell",
+        "worth 31 decisions",
+        "SNIPS is about that part",
+    ):
+        assert text in output
+
+
 def test_simulated_people_write_a_log_and_visit_recommenders(tmp_path: Path) -> None:
     small = ["--users", "20", "--items", "40", "--topics", "3", "--sessions", "2", "--form", "jsonl", "--seed", "3"]
     outcome = invoke("simulate", str(tmp_path / "sim"), *small)
