@@ -156,11 +156,11 @@ def logged(result: Mapping[str, Any]) -> None:
             f" ({_bounded(weight, '')[1]})",
             highlight=False,
         )
-        if weight["high"] is not None and weight["high"] < 1:
-            problems.print(
-                f"note: the log gave only a part of what {row['model']} (filter {seen}) chooses a chance: IPS counts the rest as nothing, SNIPS is about that part alone",
-                highlight=False,
-            )
+        if not row["covered"]:
+            text = "gave only a part of its choices a chance: IPS counts the rest as nothing, SNIPS is about that part alone, and nothing is said to be beyond noise"
+            problems.print(f"note: of {row['model']}, filter {seen}, the log {text}", highlight=False)
+        elif not row["tells"]:
+            problems.print(f"note: of {row['model']}, filter {seen}, the log has too few choices to say what is beyond noise", highlight=False)
 
 
 def _bounded(found: Mapping[str, float | None], unit: str) -> tuple[str, str]:

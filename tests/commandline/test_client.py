@@ -184,7 +184,12 @@ def test_the_log_is_asked_of_models_and_its_answer_shown(
         "mean_weight": {**known, "value": 0.4},
         "effective": 31.0,
     }
-    row |= {"clicks": {"log": known, **kinds}, "orders": {"log": unknown, **{name: {**one, **unknown} for name, one in kinds.items()}}}
+    row |= {
+        "covered": False,
+        "tells": False,
+        "clicks": {"log": known, **kinds},
+        "orders": {"log": unknown, **{name: {**one, **unknown} for name, one in kinds.items()}},
+    }
     ended = Jobs(broker).get(job["id"]).model_copy(update={"result": {"logged": "pages", "estimates": [row]}})
     monkeypatch.setattr(main, "run_kind", lambda *arguments, **options: ended)
     output = " ".join(invoke(*arguments).output.split())
