@@ -188,6 +188,14 @@ def alignment(result: Mapping[str, Any]) -> None:
         ["held out", "validation before", "after", "test before", "after"],
         rows,
     )
+    first, last = (result["policy"].get(name, {}) for name in ("first", "last"))
+    table(
+        "the policy in training, by its own rollouts",
+        ["rollouts", "first step", "last step"],
+        [[name, first.get(name, 0.0), value] for name, value in last.items()],
+    )
+    for warning in result["warnings"]:
+        problems.print(f"note: {warning}", highlight=False, markup=False)
 
 
 def judgement(found: Mapping[str, Any]) -> None:

@@ -137,10 +137,19 @@ def test_align_takes_the_newest_generator_and_reward_and_shows_what_became_of_th
     assert job["spec"]["recipe"] == "grpo-sr" and job["spec"]["config"] == {"steps": 5, "promote": "if-not-worse"}
     figures = {"hr@50": 0.25, "reward": 0.5}
     result = {name: figures for name in ("valid_before", "valid_after", "test_before", "test_after")}
+    result |= {"policy": {"first": {"entropy": 3.5}, "last": {"entropy": 3.25, "kl": 0.125}}, "warnings": ["no independent judge"]}
     result |= {"stopped": "step 4: HR@50 fell", "kept_step": 2, "steps": 4, "skipped_groups": 7, "beam_width": 50, "exclude_seen": True}
     monkeypatch.setattr(alignment, "run_kind", lambda *arguments, **options: records.get(job["id"]).model_copy(update={"result": result}))
     output = " ".join(invoke("align").output.split())
-    for text in ("stopped it at step 4: HR@50 fell", "the weights of step 2 of 4 are kept; 7 groups", "items that a user has seen are left out", "0.2500"):
+    for text in (
+        "stopped it at step 4: HR@50 fell",
+        "the weights of step 2 of 4 are kept; 7 groups",
+        "items that a user has seen are left out",
+        "0.2500",
+        "entropy 3.5000 3.2500",
+        "kl 0.0000 0.1250",
+        "no independent judge",
+    ):
         assert text in output
 
 
