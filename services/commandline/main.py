@@ -304,7 +304,7 @@ def evaluate(
         cluster=cluster,
         wait=wait,
         as_json=as_json,
-        bounds=Settings().promotion_bounds if against and "bounds" not in config_of(overrides) else None,
+        bounds=Settings().promotion_bounds if against and not logged and "bounds" not in config_of(overrides) else None,
         weights=weights if weights != "float32" else None,
         logged=logged,
     )

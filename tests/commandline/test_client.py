@@ -178,9 +178,9 @@ def test_the_log_is_asked_of_models_and_its_answer_shown(
     (tmp_path / "some" / "content").write_text("some")
     model, dataset, catalog = (ArtifactStore(settings.artifacts_root).put(kind, tmp_path / "some") for kind in ("models", "datasets", "catalogs"))
     arguments = ["evaluate", "--model", model, "--dataset", dataset, "--catalog", catalog, "--logged", "pages"]
-    assert invoke(*arguments, "--no-wait").exit_code == 0
+    assert invoke(*arguments, "--against", model, "--no-wait").exit_code == 0
     (job,) = client.get("/v1/jobs", kind="evaluate")
-    assert job["spec"]["config"] == {"logged": "pages"}
+    assert job["spec"]["config"] == {"logged": "pages"} and job["spec"]["inputs"]["live"] == model  # both are asked, neither is judged
     known, unknown = {"value": 0.25, "low": 0.2, "high": 0.3}, {"value": None, "low": None, "high": None}
     kinds = {name: {**known, "lift": {**known, "beyond_noise": True}} for name in ("ips", "snips", "doubly_robust")}
     row = {
