@@ -47,6 +47,20 @@ PLOTS = (
         "bytes that left the leading rank a step; replica: to other groups; reads: for validation and publication",
     ),
     Plot("Drift of tables", ("drift",), "how far groups' copies had come apart when they last met, of the length of their mean"),
+    Plot(
+        "Reward",
+        ("reward", "preference", "held_out_reward", "held_out_judge"),
+        "of the policy's rollouts; where the held-out reward rises and the judge falls, it is being gamed",
+    ),
+    Plot("Held-out ranking", ("held_out_hr@10", "held_out_hr@50", "held_out_ndcg@10", "held_out_ndcg@50")),
+    Plot("Distance from the start", ("kl",), "divergence of the policy, exact at each prefix"),
+    Plot("Entropy of the policy", ("entropy",)),
+    Plot(
+        "Shares of rollouts",
+        ("gate_rate", "known_rate", "skipped_share", "held_out_gate_rate", "held_out_invalid_share"),
+        "skipped: of groups; invalid: of free beams",
+    ),
+    Plot("Variety and popularity", ("diversity", "group_diversity", "popularity", "held_out_popularity"), "distinct items; mean percentile by training events"),
     Plot("Memory", ("memory_bytes",), "the most so far, bytes, of the leading rank"),
     Plot("Learning rate", ("lr",)),
 )

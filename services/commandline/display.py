@@ -108,6 +108,9 @@ def _finite(value: Any) -> Any:
 
 def evaluation(result: Mapping[str, Any]) -> None:
     """Print the tables of an evaluation job."""
+    if "logged" in result:
+        logged(result)
+        return
     rows = result.get("rows", [])
     measured = list(rows[0]["metrics"]) if rows else []
     shown = ("recall@10", "ndcg@10", "mrr@10", "recall@50", "ndcg@50", "coverage@10")
@@ -119,6 +122,51 @@ def evaluation(result: Mapping[str, Any]) -> None:
     )
     if "judgement" in result:
         judgement(result["judgement"])
+
+
+def logged(result: Mapping[str, Any]) -> None:
+    """Print what models would have earned in a log."""
+    estimates = result["estimates"]
+    for reward in ("clicks", "orders"):
+        rows = []
+        for row in estimates:
+            for name, title in (("ips", "IPS"), ("snips", "SNIPS"), ("doubly_robust", "doubly robust")):
+                one = row[reward][name]
+                rows.append(
+                    [
+                        row["model"],
+                        "on" if row["exclude_seen"] else "off",
+                        title,
+                        *_bounded(one, ""),
+                        *_bounded(one["lift"], "%"),
+                        "yes" if one["lift"]["beyond_noise"] else "no",
+                    ]
+                )
+        earned = _bounded(estimates[0][reward]["log"], "")
+        first = estimates[0]
+        title = (
+            f"{reward} a place; the log earned {earned[0]} ({earned[1]}) at {first['places']:,} places of {first['pages']:,} pages of {first['users']:,} people"
+        )
+        table(title, ["model", "filter", "estimate", "value", "95 %", "against the log", "95 %", "beyond noise"], rows)
+    for row in estimates:
+        weight = row["mean_weight"]
+        seen = "on" if row["exclude_seen"] else "off"
+        console.print(
+            f"{row['model']}, filter {seen}: chose as the log did at {row['agrees']:.1%} of the places, worth {row['effective']:.0f} decisions of its own; mean weight {_bounded(weight, '')[0]}"
+            f" ({_bounded(weight, '')[1]})",
+            highlight=False,
+        )
+        if not row["covered"]:
+            text = "gave only a part of its choices a chance: IPS counts the rest as nothing, SNIPS is about that part alone, and nothing is said to be beyond noise"
+            problems.print(f"note: of {row['model']}, filter {seen}, the log {text}", highlight=False)
+        elif not row["tells"]:
+            problems.print(f"note: of {row['model']}, filter {seen}, the log has too few choices to say what is beyond noise", highlight=False)
+
+
+def _bounded(found: Mapping[str, float | None], unit: str) -> tuple[str, str]:
+    """A figure and its interval."""
+    value, low, high = (None if found[name] is None else f"{found[name]:+.1%}" if unit else f"{found[name]:.4f}" for name in ("value", "low", "high"))
+    return value or "?", "too few to tell" if low is None or high is None else f"{low} to {high}"
 
 
 def alignment(result: Mapping[str, Any]) -> None:
@@ -140,6 +188,14 @@ def alignment(result: Mapping[str, Any]) -> None:
         ["held out", "validation before", "after", "test before", "after"],
         rows,
     )
+    first, last = (result["policy"].get(name, {}) for name in ("first", "last"))
+    table(
+        "the policy in training, by its own rollouts",
+        ["rollouts", "first step", "last step"],
+        [[name, first.get(name, 0.0), value] for name, value in last.items()],
+    )
+    for warning in result["warnings"]:
+        problems.print(f"note: {warning}", highlight=False, markup=False)
 
 
 def judgement(found: Mapping[str, Any]) -> None:

@@ -253,6 +253,10 @@ def evaluate(
     against: Annotated[
         str | None, typer.Option(help="Judge the model against this one instead, user by user: whether it loses no more than --set bounds='{\"hr@50\": 0.02}'")
     ] = None,
+    logged: Annotated[
+        str | None,
+        typer.Option(help="Ask the log instead what the models would have earned: `places`, at each place behind what was shown, or `pages` of their own"),
+    ] = None,
     weights: Annotated[str, typer.Option(help="bfloat16 or int8: measure the generator in that form too, to see what it costs")] = "float32",
     dataset: str | None = None,
     catalog: str | None = None,
@@ -283,8 +287,9 @@ def evaluate(
         cluster=cluster,
         wait=wait,
         as_json=as_json,
-        bounds=Settings().promotion_bounds if against and "bounds" not in config_of(overrides) else None,
+        bounds=Settings().promotion_bounds if against and not logged and "bounds" not in config_of(overrides) else None,
         weights=weights if weights != "float32" else None,
+        logged=logged,
     )
     if wait and not as_json:
         display.evaluation(record.result)

@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from semantide.shared.off_policy import Decisions, Estimate, doubly_robust, halves, ips, lift, snips
-from semantide.shared.paired import Floats, Interval
+from semantide.shared.paired import Floats
 
 COLUMNS = ("user", "item", "time", "action", "signals", "request_id", "propensity", "variant", "variant_share")
 REWARDS: Mapping[str, float] = {"clicks": 1.0, "orders": 3.0}
@@ -52,8 +52,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: no number in it is infinite."""
-        finite: dict[str, Any] = _finite(asdict(self))
-        return finite
+        return asdict(self)
 
 
 def report(events: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, float], base: str = "live") -> Report:
@@ -146,17 +145,13 @@ def _predicted(rewards: Floats, mine: np.ndarray, groups: np.ndarray, past_Q2: F
 def _shown(found: _Estimates, base: _Estimates | None) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, estimate in vars(found).items():
-        shown[name] = _bounds(estimate.interval)
+        shown[name] = {**estimate.interval.as_dict()}
         if name != "mean":
-            shown[name] |= {"effective": estimate.effective, "mean_weight": _bounds(estimate.mean_weight)}
+            shown[name] |= {"effective": estimate.effective, "mean_weight": estimate.mean_weight.as_dict()}
         if base is not None:
             against = lift(estimate, getattr(base, name))
-            shown[name]["lift"] = {**_bounds(against), "beyond_noise": against.beyond_noise}
+            shown[name]["lift"] = {**against.as_dict(), "beyond_noise": against.beyond_noise}
     return shown
-
-
-def _bounds(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def _warnings(figures: Sequence[VariantFigures], requests: pl.DataFrame, chosen: int, impossible: int) -> list[str]:
@@ -185,11 +180,3 @@ def _warnings(figures: Sequence[VariantFigures], requests: pl.DataFrame, chosen:
     if chosen:
         warnings.append(f"{chosen} requests named their variant themselves and count for none: their users were not assigned by chance")
     return warnings
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

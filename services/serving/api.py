@@ -143,12 +143,13 @@ def build(room: Room) -> APIRouter:
                 beside.cancel()
         answer, beyond = _cut(answer, wish.n)
         new = [hit for found, _ in fresh for hit in found.items]
-        mixed = exploration.mix(answer.items, new, places if fresh else (), _new_items(bundle, answer), seed, n=wish.n, share=share)
+        mixed = exploration.mix(answer.items, new, places if fresh else (), _new_items(bundle, answer.items), seed, n=wish.n, share=share)
         if body.variety and not answer.history_items:
             mixed = mixed._replace(propensities=())  # the list is itself a draw, and its places are in the order of scores
         if by_chance:
-            young = {hit.item for hit in new}
-            mixed = randomisation.randomise(mixed, [hit for hit in beyond if hit.item not in young], by_chance, seed)
+            # Whether anybody looked for new items at this moment must not decide what is drawn among.
+            young = _new_items(bundle, beyond) if share else frozenset()
+            mixed = randomisation.randomise(mixed, answer.items, [hit for hit in beyond if hit.item not in young], by_chance, seed)
         total = time.perf_counter() - begin
         service.meters.request("short" if answer.short_reason else "ok", variant)
         service.meters.stage("total", total)
@@ -272,8 +273,8 @@ def _cut(answer: Answer, n: int) -> tuple[Answer, Sequence[Recommendation]]:
     return replace(answer, items=answer.items[:n], short_reason=None), answer.items[n:]
 
 
-def _new_items(bundle: Bundle, answer: Answer) -> frozenset[str]:
-    return frozenset(hit.item for hit in answer.items if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
+def _new_items(bundle: Bundle, hits: Sequence[Recommendation]) -> frozenset[str]:
+    return frozenset(hit.item for hit in hits if bundle.catalog.row_of[hit.item] >= bundle.trained_items)
 
 
 def _first_page(service: Service, answer: RecommendationAnswer, body: RecommendationRequest) -> RecommendationAnswer:
@@ -368,7 +369,6 @@ def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[T
 def _answer(
     answer: Answer, passage: Passage, side: tuple[str | None, float | None], mixed: Mixed, near: list[tuple[Neighbour, ...]] | None, total: float
 ) -> RecommendationAnswer:
-    ranked = {hit.item for hit in answer.items}
     # Where the list itself is a draw among the beams, nobody knows the chance of a place.
     chances: Sequence[float | None] = mixed.propensities or [None] * len(mixed.items)
 
@@ -395,7 +395,7 @@ def _answer(
         narrowed=answer.narrowed,
         history_items=answer.history_items,
         unknown_history_items=answer.unknown_history_items,
-        exact=answer.complete and all(hit.item in ranked for hit in mixed.items),
+        exact=answer.complete and mixed.items == tuple(answer.items),
         short_reason=answer.short_reason,
         timing=Timing(
             queue_ms=passage.seconds("queue", "wait") * 1e3,

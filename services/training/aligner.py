@@ -47,6 +47,7 @@ from semantide.shared.errors import Conflict, JobCancelled, PermanentError, Rank
 from semantide.shared.models.generator import Generator
 
 _DRAWS, _DROPOUT = 21, 22  # purposes of random numbers
+_TOLD = ("reward", "reward_spread", "preference", "gate_rate", "known_rate", "kl", "entropy", "diversity", "popularity", "staleness")  # of what comes out
 
 
 @dataclass
@@ -63,6 +64,8 @@ class AlignState:
     """Groups without a spread of rewards, of all steps."""
     constant: int = 0
     """Steps in a row without any group that had one."""
+    policy: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What rollouts were worth and how far the policy had gone, at the first and at the last step that was told."""
     stopped: str = ""
     """Why the guard ended the run; empty while it goes on."""
     finished: bool = False
@@ -155,6 +158,8 @@ class Aligner:
             state.finished = state.step >= config.steps
             if state.step % config.log_every == 0 or state.finished:
                 listener.metric(state.step, figures | {"seconds": listener.clock() - began})
+                told = {name: figures[name] for name in _TOLD if name in figures}
+                state.policy = {"first": state.policy.get("first", told), "last": told}
             listener.progress(state.step, config.steps, "steps", "aligning")
             if state.finished or state.step % config.evaluate_every == 0:
                 self._tested()

@@ -321,6 +321,7 @@ def _result(config: AlignConfig, state: AlignState, before: dict[str, float], af
         "valid_after": next(row for row in state.tests if row["step"] == state.best_step),
         "test_before": before,
         "test_after": after,
+        "policy": state.policy,
         "skipped_groups": state.skipped,
         "exclude_seen": config.exclude_seen,
         "beam_width": config.beam_width,

@@ -35,6 +35,7 @@ REWARDS: Mapping[str, float] = {"clicks": CLICKED_FROM, "orders": ORDERED_FROM}
 """Least intensity that counts, of each reward."""
 _SESSION_SECONDS = 1800  # of data sets that do not say what a session is
 _PRIOR = 10.0  # exposures of the usual rate that every item begins with, where a reward is foretold
+_FEWEST = 50  # effective decisions from which on an interval is to be believed
 _TOGETHER = 64
 
 
@@ -119,14 +120,11 @@ def _known_places(feedback: Feedback, part: Part, question: Question) -> tuple[I
     """Exposures of pages that are known from the first place on without a gap, in the order of page and place, and the number of each one's page."""
     rows = np.flatnonzero((feedback.parts == PARTS.index(part)) & (feedback.users >= 0))
     rows = rows[np.lexsort((feedback.positions[rows], feedback.pages[rows]))]
-    if question == "pages":
-        whole_C = ~np.isnan(feedback.propensities[rows])
-    else:
-        whole_C = np.ones(len(rows), dtype=np.bool_)
+    unknown_C = np.isnan(feedback.propensities[rows]) & (question == "pages")
     new = np.append(True, np.diff(feedback.pages[rows]) != 0)[: len(rows)]
     page_C = np.cumsum(new) - 1
     begins_C = np.flatnonzero(new)[page_C]
-    broken_C = np.cumsum((feedback.positions[rows] != np.arange(len(rows)) - begins_C) | ~whole_C)
+    broken_C = np.cumsum((feedback.positions[rows] != np.arange(len(rows)) - begins_C) | unknown_C)
     # A page is broken from the first place on that is not what should stand there.
     kept_C = broken_C == np.append(0, broken_C)[begins_C]
     return rows[kept_C], np.unique(page_C[kept_C], return_inverse=True)[1].astype(np.int64)
@@ -209,7 +207,10 @@ def _of_places(own: Sequence[int], shown: Sequence[int]) -> list[int]:
 
 
 def earned(pages: LoggedPages, chosen_C: IntArray, question: Question) -> dict[str, Any]:
-    """What the model would have earned at a place on average, by each estimate, beside what the log earned there; for JSON."""
+    """What the model would have earned at a place on average, by each estimate, beside what the log earned there; for JSON.
+
+    ``covered``: whether the log gave, as far as anybody can see, all that the model chooses a chance; ``tells``: and enough of it to say what is beyond noise.
+    """
     agrees_C, chances_C = (chosen_C == pages.item_C).astype(np.float64), pages.propensity_C
     if question == "pages":
         # Of a very long page the product of all chances is 0 in float64.
@@ -223,11 +224,13 @@ def earned(pages: LoggedPages, chosen_C: IntArray, question: Question) -> dict[s
         log, decisions = ips(Decisions(rewards, one, one, users)), Decisions(rewards, chances, agrees, users)
         expected = np.where(chosen >= 0, rates_2N[other, chosen.clip(0)], 0.0)
         estimates = {"ips": ips(decisions), "snips": snips(decisions), "doubly_robust": doubly_robust(decisions, rates_2N[other, items], expected)}
-        found[name] = {"log": log.interval.as_dict(), **{kind: _told(each, log) for kind, each in estimates.items()}}
-        found |= {"mean_weight": estimates["ips"].mean_weight.as_dict(), "effective": estimates["ips"].effective}
+        weights, effective = estimates["ips"].mean_weight, estimates["ips"].effective
+        found |= {"mean_weight": weights.as_dict(), "effective": effective, "covered": weights.high >= 1, "tells": weights.high >= 1 and effective >= _FEWEST}
+        found[name] = {"log": log.interval.as_dict(), **{kind: _told(each, log, found["tells"]) for kind, each in estimates.items()}}
     return found
 
 
-def _told(estimate: Estimate, log: Estimate) -> dict[str, Any]:
+def _told(estimate: Estimate, log: Estimate, tells: bool) -> dict[str, Any]:
+    """An estimate and how it stands to the log's own earnings, which only a log that ``tells`` can say is more than noise."""
     against = lift(estimate, log)
-    return {**estimate.interval.as_dict(), "lift": {**against.as_dict(), "beyond_noise": against.beyond_noise}}
+    return {**estimate.interval.as_dict(), "lift": {**against.as_dict(), "beyond_noise": tells and against.beyond_noise}}

@@ -137,10 +137,19 @@ def test_align_takes_the_newest_generator_and_reward_and_shows_what_became_of_th
     assert job["spec"]["recipe"] == "grpo-sr" and job["spec"]["config"] == {"steps": 5, "promote": "if-not-worse"}
     figures = {"hr@50": 0.25, "reward": 0.5}
     result = {name: figures for name in ("valid_before", "valid_after", "test_before", "test_after")}
+    result |= {"policy": {"first": {"entropy": 3.5}, "last": {"entropy": 3.25, "kl": 0.125}}, "warnings": ["no independent judge"]}
     result |= {"stopped": "step 4: HR@50 fell", "kept_step": 2, "steps": 4, "skipped_groups": 7, "beam_width": 50, "exclude_seen": True}
     monkeypatch.setattr(alignment, "run_kind", lambda *arguments, **options: records.get(job["id"]).model_copy(update={"result": result}))
     output = " ".join(invoke("align").output.split())
-    for text in ("stopped it at step 4: HR@50 fell", "the weights of step 2 of 4 are kept; 7 groups", "items that a user has seen are left out", "0.2500"):
+    for text in (
+        "stopped it at step 4: HR@50 fell",
+        "the weights of step 2 of 4 are kept; 7 groups",
+        "items that a user has seen are left out",
+        "0.2500",
+        "entropy 3.5000 3.2500",
+        "kl 0.0000 0.1250",
+        "no independent judge",
+    ):
         assert text in output
 
 
@@ -160,6 +169,47 @@ def test_two_models_are_judged_within_the_bounds_of_the_deployment(client: Clien
     specs = [job["spec"] for job in client.get("/v1/jobs", kind="evaluate")]
     assert all(spec["inputs"] == {**made_from, "model": model, "live": other} for spec in specs)
     assert {tuple(spec["config"]["bounds"]) for spec in specs} == {tuple(Settings().promotion_bounds), ("hr@10",)}
+
+
+def test_the_log_is_asked_of_models_and_its_answer_shown(
+    client: Client, settings: Settings, broker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "content").write_text("some")
+    model, dataset, catalog = (ArtifactStore(settings.artifacts_root).put(kind, tmp_path / "some") for kind in ("models", "datasets", "catalogs"))
+    arguments = ["evaluate", "--model", model, "--dataset", dataset, "--catalog", catalog, "--logged", "pages"]
+    assert invoke(*arguments, "--against", model, "--no-wait").exit_code == 0
+    (job,) = client.get("/v1/jobs", kind="evaluate")
+    assert job["spec"]["config"] == {"logged": "pages"} and job["spec"]["inputs"]["live"] == model  # both are asked, neither is judged
+    known, unknown = {"value": 0.25, "low": 0.2, "high": 0.3}, {"value": None, "low": None, "high": None}
+    kinds = {name: {**known, "lift": {**known, "beyond_noise": True}} for name in ("ips", "snips", "doubly_robust")}
+    row = {
+        "model": "generator",
+        "exclude_seen": True,
+        "agrees": 0.1,
+        "users": 7,
+        "pages": 8,
+        "places": 90,
+        "mean_weight": {**known, "value": 0.4},
+        "effective": 31.0,
+    }
+    row |= {
+        "covered": False,
+        "tells": False,
+        "clicks": {"log": known, **kinds},
+        "orders": {"log": unknown, **{name: {**one, **unknown} for name, one in kinds.items()}},
+    }
+    ended = Jobs(broker).get(job["id"]).model_copy(update={"result": {"logged": "pages", "estimates": [row]}})
+    monkeypatch.setattr(main, "run_kind", lambda *arguments, **options: ended)
+    output = " ".join(invoke(*arguments).output.split())
+    for text in (
+        "the log earned 0.2500 (0.2000 to 0.3000) at 90 places of 8 pages of 7 people",
+        "doubly robust",
+        "too few to tell",
+        "worth 31 decisions",
+        "SNIPS is about that part",
+    ):
+        assert text in output
 
 
 def test_simulated_people_write_a_log_and_visit_recommenders(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ BEYOND = [hit(f"b{number}", -9.0 - number) for number in range(3)]
 def drawn(seed: int, share: float, by_chance: float) -> Mixed:
     wanted = places(len(RANKED), share, seed)
     mixed = mix(RANKED, FRESH if wanted else [], wanted, frozenset(), seed, n=len(RANKED), share=share)
-    return randomise(mixed, BEYOND, by_chance, seed)
+    return randomise(mixed, RANKED, BEYOND, by_chance, seed)
 
 
 @pytest.mark.parametrize(("share", "by_chance"), [(0.0, 0.3), (0.4, 0.0), (0.3, 0.25), (1.0, 0.5)])
@@ -54,13 +54,26 @@ def test_propensities_are_the_shares_in_which_items_come_to_places(share: float,
     assert seen >= 5
 
 
-@given(st.integers(0, 2**32), st.floats(0, 1), st.integers(0, 5))
-def test_drawn_items_are_there_once_and_the_rest_keeps_its_place(seed: int, share: float, beyond: int) -> None:
-    mixed = randomise(Mixed(tuple(RANKED), frozenset(), (1.0,) * 4), BEYOND[:beyond], share, seed)
-    names = [one.item for one in mixed.items]
-    assert len(set(names)) == 4 and all(name == f"o{place}" or name.startswith("b") for place, name in enumerate(names))
-    assert all(0 < chance <= 1 for chance in mixed.propensities)
-    assert mixed == randomise(Mixed(tuple(RANKED), frozenset(), (1.0,) * 4), BEYOND[:beyond], share, seed)
+@given(st.integers(0, 2**32), st.floats(0, 1), st.integers(0, 3), st.integers(1, 40))
+def test_each_place_has_the_best_that_is_left_or_one_of_the_next_best(seed: int, share: float, beyond: int, length: int) -> None:
+    ranked = [hit(f"o{number}", -float(number)) for number in range(length)]
+    before = Mixed(tuple(ranked), frozenset(), (1.0,) * length)
+    mixed = randomise(before, ranked, BEYOND[:beyond], share, seed)
+    left = [*ranked, *BEYOND[:beyond]]
+    for one, chance in zip(mixed.items, mixed.propensities, strict=True):
+        others, index = min(20, len(left) - 1), left.index(one)
+        assert index <= others and chance == pytest.approx((share / others if index else 1 - share) if others else 1) and chance > 0
+        del left[index]
+    assert mixed == randomise(before, ranked, BEYOND[:beyond], share, seed)
+    if not share:
+        assert mixed == before
+
+
+def test_a_model_of_another_order_has_a_chance_at_every_place() -> None:
+    """Else the log could say nothing of models that rank the same items otherwise."""
+    before = Mixed(tuple(RANKED), frozenset(), (1.0,) * 4)
+    seen = {tuple(one.item for one in randomise(before, RANKED, (), 0.5, seed).items) for seed in range(600)}
+    assert len(seen) == 24  # every order of the four
 
 
 def test_searches_give_so_many_more_as_their_width_has() -> None:
@@ -84,7 +97,7 @@ def test_places_are_drawn_told_and_kept_for_their_feedback(drawing: Server, worl
         plain = drawing.recommend(history=history, n=10, explore=False).json()
         body = drawing.recommend(history=history, n=10).json()
         names, best = ([item["item"] for item in one["items"]] for one in (body, plain))
-        moved = [place for place in range(10) if names[place] != best[place]]
+        moved = [place for place in range(10) if names[place] != next(name for name in best if name not in names[:place])]
         changed += len(moved)
         assert len(set(names)) == 10 and all(item["propensity"] == 1 for item in plain["items"]) and plain["short_reason"] is None
         assert all((item["propensity"] < 0.2 if place in moved else item["propensity"] == pytest.approx(0.8)) for place, item in enumerate(body["items"]))

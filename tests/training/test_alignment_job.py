@@ -73,6 +73,9 @@ def test_a_generator_is_aligned_and_stored_with_all_that_serving_needs(
     json.dumps(result)
     assert result["kept_step"] in (8, 16) and not result["stopped"]
     assert result["valid_after"]["reward"] > result["valid_before"]["reward"]
+    first, last = result["policy"]["first"], result["policy"]["last"]
+    assert {"reward", "reward_spread", "kl", "entropy", "gate_rate", "popularity"} <= first.keys() == last.keys()
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and last["kl"] > 0
     assert (
         {"hr@10", "hr@50", "ndcg@10", "ndcg@50", "popularity", "invalid_share", "judge", "gate_rate"} <= set(result["test_before"]) == set(result["test_after"])
     )

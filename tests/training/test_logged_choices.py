@@ -89,6 +89,7 @@ def test_estimates_find_what_the_model_would_earn(question: Question) -> None:
         one = found["clicks"][name]
         reach = (one["high"] - one["low"]) / 2
         assert abs(one["value"] - truth(question)) < 1.5 * reach and reach < 0.035, (name, one, truth(question))
+    assert found["covered"] and found["tells"] and found["clicks"]["snips"]["lift"]["beyond_noise"]
     assert found["mean_weight"]["low"] < 1 < found["mean_weight"]["high"] and found["orders"]["snips"]["value"] == 0
     asked = PEOPLE * 3 // 4
     assert (found["users"], found["pages"], found["places"]) == (asked, asked, asked * PLACES)
@@ -96,6 +97,16 @@ def test_estimates_find_what_the_model_would_earn(question: Question) -> None:
     # Expectations learned of the training part take luck away from the logged ones.
     assert found["clicks"]["doubly_robust"]["high"] - found["clicks"]["doubly_robust"]["low"] < found["clicks"]["ips"]["high"] - found["clicks"]["ips"]["low"]
     json.dumps(found, allow_nan=False)
+
+
+def test_what_the_log_cannot_tell_is_not_said_to_be_beyond_noise() -> None:
+    dataset, feedback = world(1, 4000)
+    certain = replace(feedback, propensities=np.ones(len(feedback), np.float32))  # of a log that left nothing to chance
+    for log, covered in ((certain, False), (replace(feedback, parts=np.where(feedback.users < 3980, 0, 2).astype(np.int8)), True)):
+        pages = LoggedPages.of(dataset, log, "test", "places")
+        found = earned(pages, choices(pages, Fixed(), "places", 5, False), "places")
+        assert found["covered"] == covered and not found["tells"]
+        assert not any(found["clicks"][name]["lift"]["beyond_noise"] for name in ("ips", "snips", "doubly_robust"))
 
 
 def test_a_place_counts_only_where_what_stood_before_it_is_known() -> None:

@@ -1,0 +1,65 @@
+"""What serving draws on purpose is enough for the training room to say what another model would have earned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from semantide.services.serving.engine import Recommendation
+from semantide.services.serving.exploration import Mixed
+from semantide.services.serving.randomisation import randomise
+from semantide.services.training.logged_choices import LoggedPages, Question, choices, earned
+from semantide.shared.dataset import Dataset
+from semantide.shared.feedback import Feedback
+
+PEOPLE, ITEMS, PLACES = 8000, 6, 3
+CLICKS = np.array([0.15, 0.5, 0.2, 0.6, 0.1, 0.3])
+OTHER = [3, 0, 5, 1, 4, 2]
+"""The order of the model that was never live; that of the live one is 0, 1, 2 and so on."""
+
+
+class Never:
+    """The model that was never live."""
+
+    num_unknown = 0
+
+    def rank(self, histories: Sequence[Any], n: int, exclude_seen: bool, times: Sequence[Any] = (), actions: Sequence[Any] = ()) -> np.ndarray:
+        return np.array([OTHER[:n]] * len(histories))
+
+
+@pytest.fixture(scope="module")
+def log() -> tuple[Dataset, Feedback]:
+    hits = [Recommendation(str(item), -float(item), "", (), ()) for item in range(ITEMS)]
+    live = Mixed(tuple(hits[:PLACES]), frozenset(), (1.0,) * PLACES)
+    lists = [randomise(live, hits[:PLACES], hits[PLACES:], 0.5, seed) for seed in range(PEOPLE)]
+    shown = np.array([int(one.item) for drawn in lists for one in drawn.items], dtype=np.int32)
+    count, people = len(shown), np.repeat(np.arange(PEOPLE), PLACES)
+    clicked = np.random.default_rng(5).random(count) < CLICKS[shown]
+    feedback = Feedback(
+        people.astype(np.int32), shown, np.full(count, 10**9), people, np.full(count, -1, np.int16), np.tile(np.arange(PLACES), PEOPLE).astype(np.int32), clicked[:, None],
+        np.full(count, np.nan, np.float32), np.array([chance for drawn in lists for chance in drawn.propensities], np.float32), np.full(count, 2, np.int8), ("click",),
+    )  # fmt: skip
+    ids = tuple(map(str, range(ITEMS)))
+    dataset = Dataset(
+        tuple(map(str, range(PEOPLE))), ids, np.zeros(PEOPLE, np.int32), np.zeros(PEOPLE, np.int64), np.arange(PEOPLE + 1), np.ones(PEOPLE, np.int32), np.ones(PEOPLE, np.int32),
+        pa.table({"item": list(ids)}), {"config": {"actions": {"click": 1.0}}},
+    )  # fmt: skip
+    return dataset, feedback
+
+
+@pytest.mark.parametrize("question", ["places", "pages"])
+def test_another_order_is_judged_from_the_draws_of_the_live_one(log: tuple[Dataset, Feedback], question: Question) -> None:
+    pages = LoggedPages.of(*log, "test", question)
+    chosen = choices(pages, Never(), question, ITEMS, False)
+    truth = float(CLICKS[chosen].mean())
+    found = earned(pages, chosen, question)
+    assert found["covered"] and found["tells"]
+    for name in ("ips", "snips", "doubly_robust"):
+        one = found["clicks"][name]
+        reach = (one["high"] - one["low"]) / 2
+        assert abs(one["value"] - truth) < 1.7 * reach and reach < 0.15, (name, one, truth)
+    assert abs(found["clicks"]["log"]["value"] - truth) > 0.03 and found["clicks"]["snips"]["lift"]["value"] > 0
