@@ -6,7 +6,7 @@ from typing import Any
 
 from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.http import APIRouter, IdempotencyKey, Query, Response
+from semantide.shared.http import APIRouter, HTMLResponse, IdempotencyKey, Query, Response
 from semantide.shared.job_report import page
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
@@ -47,7 +47,7 @@ def build(room: Room) -> APIRouter:
         jobs.get(job_id)
         return jobs.metrics(job_id, after)
 
-    @router.get("/jobs/{job_id}/report", tags=["jobs"], summary="The job and its metrics as one HTML page with plots")
+    @router.get("/jobs/{job_id}/report", tags=["jobs"], summary="The job and its metrics as one HTML page with plots", response_class=HTMLResponse)
     def report(job_id: str) -> Response:
         return Response(page(jobs.get(job_id), jobs.metrics(job_id)), media_type="text/html; charset=utf-8")
 

@@ -63,6 +63,27 @@ class ImportRequest(BaseModel):
     default_action: str = Field("click", description="Action of rows that name none")
 
 
+class RefusedRow(BaseModel):
+    """A row that was not taken: its place in the batch, and why."""
+
+    index: int
+    field: str
+    value: str
+    reason: str
+    remedy: str = ""
+
+
+class IntakeAnswer(BaseModel):
+    """What became of a batch; what was accepted is on disk."""
+
+    accepted: int
+    rejected: int
+    errors: list[RefusedRow]
+
+
+_TAKEN: dict[str, Any] = {"status_code": 202, "responses": {202: {"model": IntakeAnswer}}, "response_class": JSONResponse}
+
+
 class Intake:
     """Puts checked rows on the stream and answers for them."""
 
@@ -208,7 +229,7 @@ def build(room: Room) -> APIRouter:
     histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
     uploads = settings.data_dir / "uploads"
 
-    @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), response_class=Response)
+    @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), **_TAKEN)
     async def post_interactions(request: Request) -> Response:
         rows = await _rows(request, "interactions", settings.max_batch_rows)
         return _answer(*await run_in_threadpool(intake.interactions, rows))
@@ -250,9 +271,7 @@ def build(room: Room) -> APIRouter:
     def history(user: str) -> dict[str, Any]:
         return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
 
-    @router.post(
-        "/items", summary="Add, change or withdraw items; a field left out keeps its value", openapi_extra=_body("items", Item), response_class=Response
-    )
+    @router.post("/items", summary="Add, change or withdraw items; a field left out keeps its value", openapi_extra=_body("items", Item), **_TAKEN)
     async def post_items(request: Request) -> Response:
         rows = await _rows(request, "items", settings.max_batch_rows)
         return _answer(*await run_in_threadpool(intake.items, rows))
@@ -265,7 +284,7 @@ def build(room: Room) -> APIRouter:
             raise NotFound(f"no item {item!r} is stored (a new one appears within a second): send it to POST /v1/items")
         return {**found[0], "attributes": json.loads(found[0]["attributes"])}
 
-    @router.delete("/items/{item:path}", summary="Withdraw an item for good", response_class=Response)
+    @router.delete("/items/{item:path}", summary="Withdraw an item for good", **_TAKEN)
     def delete_item(item: str) -> Response:
         return _answer(*intake.items([{"id": item, "deleted": True}]))
 
@@ -278,7 +297,13 @@ def build(room: Room) -> APIRouter:
             raise HTTPException(403, str(error)) from error
         return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}), once)
 
-    @router.get("/imports/{job_id}/rejects", tags=["jobs"], summary="The refused rows of an import, JSON Lines")
+    @router.get(
+        "/imports/{job_id}/rejects",
+        tags=["jobs"],
+        summary="The refused rows of an import, JSON Lines",
+        response_class=Response,
+        responses={200: {"content": {"application/x-ndjson": {}}}},
+    )
     def rejects(job_id: str) -> Response:
         record = jobs.get(job_id)
         path = settings.data_dir / "jobs" / record.id / "rejects.jsonl"
