@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := client kernels shared services operators
 
-.PHONY: help install native demo test test-all test-cluster test-compose check format types bench up down compose-up compose-down demo-compose image clean
+.PHONY: help install native demo test fuzz test-all test-cluster test-compose check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -38,6 +38,9 @@ demo: install  ## The whole loop on real data (DATASET=kuairand or ml-100k)
 test: native  ## The tests (a few minutes)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
+fuzz: native  ## More than 10,000 requests that nobody thought of, to every route (REQUESTS=12000)
+	SEMANTIDE_FUZZ_REQUESTS=$(or $(REQUESTS),12000) $(BIN)/python -m pytest -s --timeout 7200 tests/serving/test_fuzz.py
+
 test-all: native  ## The tests, slow ones too
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose'
 
@@ -48,12 +51,13 @@ test-cluster: native  ## The operator and the chart on a real control plane (roo
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose
 
-check: install  ## ruff, mypy, import-linter, chart lint
+check: install  ## ruff, mypy, import-linter, chart lint, licences
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/lint-imports
 	$(BIN)/python tests/charts/lint.py
+	$(BIN)/python tests/licences.py --check
 
 format: install  ## Let ruff lay the code out
 	$(BIN)/ruff check --fix .

@@ -30,6 +30,17 @@ class History(Answer):
     events: tuple[HistoryEvent, ...]
 
 
+class Deletion(Answer):
+    """A user who was forgotten. ``digest`` tells nobody who it was; ``swept`` is when the last trace was gone, None until ``job`` has ended; ``found`` says what was there and what ``saw`` it."""
+
+    digest: str
+    since: int
+    accept: str
+    job: str | None = None
+    swept: int | None = None
+    found: dict[str, Any] = {}
+
+
 class Rejected(Answer):
     """A row that was not taken: its place among all that were sent, from 0, and why."""
 

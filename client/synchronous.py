@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 
 from semantide.client import calls
-from semantide.client.answers import History, Live, Sent
+from semantide.client.answers import Deletion, History, Live, Sent
 from semantide.client.calls import Call, Pause, Row, Steps
 from semantide.client.connection import Connection
 from semantide.client.progress import Shown, watching
@@ -113,6 +113,14 @@ class Client:
     def history(self, user: str) -> History:
         """What serving remembers of a user."""
         return self._run(calls.read(History, "GET", calls.user_path(user, "/history")))
+
+    def forget_user(self, user: str, *, accept: Literal["never", "later"] = "never") -> Deletion:
+        """Forget a user: at once for recommendations, everywhere once the job of the answer has ended. With ``later`` events that happen from now on are taken again."""
+        return self._run(calls.read(Deletion, "DELETE", calls.user_path(user), parameters={"accept": accept}))
+
+    def export_user(self, user: str) -> Mapping[str, Any]:
+        """All that is stored of a user: ``events``, online ``history``, and the ``datasets`` that hold them."""
+        return dict(self.get(calls.user_path(user, "/export")))
 
     def import_path(self, path: Path | str, *, progress: Shown = None, timeout_seconds: float | None = None, **options: Any) -> JobRecord:
         """Import a file or folder, which is sent to the stack first where it cannot read it itself; the job's record once it has ended. ``options`` as in ``POST /v1/imports``."""

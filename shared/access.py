@@ -78,6 +78,9 @@ ROUTES: dict[Role, tuple[str, ...]] = {
         "DELETE /v1/serving/retriever",
         "PUT /v1/serving/variants",
         "GET /v1/audit",
+        "DELETE /v1/users/{user:path}",
+        "GET /v1/users/{user:path}/export",
+        "GET /v1/deletions",
     ),
 }
 """Method and path, as the routes themselves say it, by role."""

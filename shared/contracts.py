@@ -15,6 +15,7 @@ ROOMS = ("ingestion", "tokenization", "negatives", "training", "reward", "servin
 JOB_ROOMS: dict[str, str] = {
     "import": "ingestion",
     "dataset": "ingestion",
+    "forget": "ingestion",
     "tokenize": "tokenization",
     "negatives": "negatives",
     "train": "training",
@@ -99,7 +100,7 @@ class JobSpec(Contract):
     ``config`` overrides fields of the recipe or of the job's own config class; ``inputs`` names artifacts.
     """
 
-    kind: Literal["import", "dataset", "tokenize", "negatives", "train", "evaluate", "align", "reward"]
+    kind: Literal["import", "dataset", "forget", "tokenize", "negatives", "train", "evaluate", "align", "reward"]
     recipe: str = ""
     config: dict[str, Any] = {}
     inputs: dict[str, ArtifactRef] = {}

@@ -17,16 +17,16 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from semantide.shared import broker as broker_door
@@ -46,6 +46,7 @@ __all__ = [
     "Body",
     "Depends",
     "FastAPI",
+    "HTMLResponse",
     "HTTPException",
     "IdempotencyKey",
     "JSONResponse",
@@ -101,7 +102,49 @@ def _sent_by_another_site(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     return basic and scope["method"] not in ("GET", "HEAD") and headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
 
 
-class _ErrorAnswer(JSONResponse):
+class ErrorBody(BaseModel):
+    """What was wrong, with what value, and what to do; ``details`` names single fields or rows."""
+
+    type: str
+    message: str
+    details: Any = None
+
+
+class Readiness(BaseModel):
+    """What a process can do: ``state`` says what serves, ``problems`` what does not."""
+
+    status: Literal["ok", "degraded", "unready"]
+    problems: list[str]
+    state: list[str]
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is an error."""
+
+    error: ErrorBody
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text}
+    for status, text in {
+        400: "The request is malformed",
+        401: "No valid key",
+        403: "The key's role does not suffice, or the place may not be read",
+        404: "What was asked for does not exist",
+        405: "The route knows no such method",
+        409: "The request contradicts what is there",
+        413: "The body is too large",
+        422: "A value cannot be used",
+        429: "Too many requests: come again after Retry-After seconds",
+        500: "A fault of ours; the log has its trace",
+        503: "The cause may pass: come again after Retry-After seconds",
+        507: "The disk has no room",
+    }.items()
+}
+"""What any route may answer instead."""
+
+
+class _ErrorResponse(JSONResponse):
     """An error may quote anything that a caller sent. Half of a surrogate pair, which UTF-8 cannot say, is escaped as JSON does."""
 
     def render(self, content: Any) -> bytes:
@@ -113,7 +156,7 @@ def _error(status: int, kind: str, message: str, details: Any = None, headers: d
     body: dict[str, Any] = {"type": kind, "message": message}
     if details is not None:
         body["details"] = details
-    return _ErrorAnswer({"error": body}, status_code=status, headers=headers)
+    return _ErrorResponse({"error": body}, status_code=status, headers=headers)
 
 
 class Gate:
@@ -319,6 +362,7 @@ def build_app(
         version=code_version().partition("+")[0],
         description="Generative recommendation: " + ", ".join(r.name for r in rooms),
         lifespan=lifespan,
+        responses=ERRORS,
     )
 
     @app.get("/healthz", tags=["health"], summary="The process is alive")
@@ -329,7 +373,11 @@ def build_app(
     watch = _BrokerWatch(room.settings.redis_url)
 
     @app.get(
-        "/readyz", tags=["health"], summary="This process can work; a broker that has gone away since it began is said, and takes no process out of service"
+        "/readyz",
+        tags=["health"],
+        summary="This process can work; a broker that has gone away since it began is said, and takes no process out of service",
+        response_model=Readiness,
+        responses={503: {"model": Readiness}},
     )
     def readyz() -> Response:
         problems: list[str] = []
@@ -343,7 +391,7 @@ def build_app(
         status = "unready" if unready else "degraded" if problems else "ok"
         return JSONResponse({"status": status, "problems": problems, "state": state}, status_code=503 if unready else 200)
 
-    @app.get("/metrics", tags=["health"], summary="Prometheus metrics of this process")
+    @app.get("/metrics", tags=["health"], summary="Prometheus metrics of this process", response_class=PlainTextResponse)
     def metrics() -> Response:
         page, content_type = metrics_page()
         return Response(page, media_type=content_type)

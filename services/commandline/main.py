@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import pydantic
 import typer
 
-from semantide.services.commandline import display, jobs, processes, rewards, stack, variants
+from semantide.services.commandline import display, jobs, processes, rewards, stack, users, variants
 from semantide.services.commandline.alignment import align
 from semantide.services.commandline.client import NO_GENERATORS, Client, StackError
 from semantide.services.commandline.experiments import experiment
@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
+app.add_typer(users.app, name="users")
 app.command()(recommend)
 app.command()(promote)
 app.command()(decisions)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -27,13 +27,25 @@ from semantide.services.ingestion.rows import check_interactions, check_items, i
 from semantide.services.ingestion.schema import Kind, Rejection, Rules
 from semantide.services.ingestion.sources import OutsideRoots, confined
 from semantide.services.ingestion.stream import DIMENSION, STREAM, encode
+from semantide.services.ingestion.users import Users
 from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import remove_abandoned
 from semantide.shared.availability import Availability
-from semantide.shared.contracts import Interaction, Item, JobRecord, JobSpec
+from semantide.shared.contracts import Identifier, Interaction, Item, JobRecord, JobSpec
 from semantide.shared.errors import BadData, NotFound, TransientError
 from semantide.shared.history import Histories
-from semantide.shared.http import APIRouter, HTTPException, IdempotencyKey, JSONResponse, PathParameter, Request, Response, StreamingResponse, run_in_threadpool
+from semantide.shared.http import (
+    APIRouter,
+    HTTPException,
+    IdempotencyKey,
+    JSONResponse,
+    PathParameter,
+    Query,
+    Request,
+    Response,
+    StreamingResponse,
+    run_in_threadpool,
+)
 from semantide.shared.jobs import Jobs, now_ms
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, meter
@@ -61,6 +73,50 @@ class ImportRequest(BaseModel):
     delimiter: str = ""
     encoding: str = "utf-8"
     default_action: str = Field("click", description="Action of rows that name none")
+
+
+class UserExport(BaseModel):
+    """All that is stored of a user. Times are milliseconds since 1970-01-01 UTC."""
+
+    user: str
+    events: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+    datasets: list[str]
+
+
+class Deletion(BaseModel):
+    """A user who was forgotten. ``digest`` tells nobody who it was; ``swept`` is when the last trace was gone, null until then.
+
+    ``found`` counts what was taken away, names the artifacts ``removed``, and those that ``saw`` the user's events: models, catalogs and others that were made of the removed ones.
+    """
+
+    digest: str
+    since: int
+    accept: Literal["never", "later"]
+    job: str | None = None
+    swept: int | None = None
+    found: dict[str, Any] = {}
+
+
+class RefusedRow(BaseModel):
+    """A row that was not taken: its place in the batch, and why."""
+
+    index: int
+    field: str
+    value: str
+    reason: str
+    remedy: str = ""
+
+
+class IntakeAnswer(BaseModel):
+    """What became of a batch; what was accepted is on disk."""
+
+    accepted: int
+    rejected: int
+    errors: list[RefusedRow]
+
+
+_TAKEN: dict[str, Any] = {"status_code": 202, "responses": {202: {"model": IntakeAnswer}}, "response_class": JSONResponse}
 
 
 class Intake:
@@ -207,8 +263,9 @@ def build(room: Room) -> APIRouter:
     jobs = Jobs(room.broker, room.queues)
     histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
     uploads = settings.data_dir / "uploads"
+    users = Users(room, jobs, histories)
 
-    @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), response_class=Response)
+    @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), **_TAKEN)
     async def post_interactions(request: Request) -> Response:
         rows = await _rows(request, "interactions", settings.max_batch_rows)
         return _answer(*await run_in_threadpool(intake.interactions, rows))
@@ -250,9 +307,29 @@ def build(room: Room) -> APIRouter:
     def history(user: str) -> dict[str, Any]:
         return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
 
-    @router.post(
-        "/items", summary="Add, change or withdraw items; a field left out keeps its value", openapi_extra=_body("items", Item), response_class=Response
+    @router.get("/users/{user:path}/export", tags=["users"], summary="All that is stored of a user: events, online history, and which data sets hold them")
+    def export(user: str) -> UserExport:
+        online = [{"item": event.item, "time": event.time, "action": event.action} for event in histories.get(user)]
+        return UserExport(user=user, events=users.events(user), history=online, datasets=list(users.datasets(user)))
+
+    @router.delete(
+        "/users/{user:path}", status_code=202, tags=["users"], summary="Forget a user: at once for recommendations, everywhere once the job has ended"
     )
+    def forget(
+        user: Identifier,
+        accept: Literal["never", "later"] = Query(default="never", description="`later`: events that happen from now on are taken again; `never`: none is"),
+    ) -> Deletion:
+        digest, since, job = users.forget(user, accept_later=accept == "later")
+        return Deletion(digest=digest, since=since, accept=accept, job=job.id)
+
+    @router.get("/deletions", tags=["users"], summary="Who was forgotten, by digests, what was found of them, and what had learned from them")
+    def deletions() -> list[Deletion]:
+        return [
+            Deletion(digest=each.digest, since=each.since, accept="later" if each.accept_later else "never", swept=each.swept, found=each.found)
+            for each in users.tombstones()
+        ]
+
+    @router.post("/items", summary="Add, change or withdraw items; a field left out keeps its value", openapi_extra=_body("items", Item), **_TAKEN)
     async def post_items(request: Request) -> Response:
         rows = await _rows(request, "items", settings.max_batch_rows)
         return _answer(*await run_in_threadpool(intake.items, rows))
@@ -265,7 +342,7 @@ def build(room: Room) -> APIRouter:
             raise NotFound(f"no item {item!r} is stored (a new one appears within a second): send it to POST /v1/items")
         return {**found[0], "attributes": json.loads(found[0]["attributes"])}
 
-    @router.delete("/items/{item:path}", summary="Withdraw an item for good", response_class=Response)
+    @router.delete("/items/{item:path}", summary="Withdraw an item for good", **_TAKEN)
     def delete_item(item: str) -> Response:
         return _answer(*intake.items([{"id": item, "deleted": True}]))
 
@@ -278,7 +355,13 @@ def build(room: Room) -> APIRouter:
             raise HTTPException(403, str(error)) from error
         return jobs.submit(JobSpec(kind="import", config={**asdict(config), "path": str(path)}), once)
 
-    @router.get("/imports/{job_id}/rejects", tags=["jobs"], summary="The refused rows of an import, JSON Lines")
+    @router.get(
+        "/imports/{job_id}/rejects",
+        tags=["jobs"],
+        summary="The refused rows of an import, JSON Lines",
+        response_class=Response,
+        responses={200: {"content": {"application/x-ndjson": {}}}},
+    )
     def rejects(job_id: str) -> Response:
         record = jobs.get(job_id)
         path = settings.data_dir / "jobs" / record.id / "rejects.jsonl"

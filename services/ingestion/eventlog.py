@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from semantide.services.ingestion.forgotten import Forgotten
 from semantide.services.ingestion.identity import HASH_BYTES, event_hashes
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, completed
@@ -78,16 +79,20 @@ class EventLog:
     def append(self, table: pa.Table, hashes: Sequence[bytes] | None = None, *, origin: str = "") -> list[int]:
         """Store the rows that are not yet stored, inside the manifest's open transaction; the positions of the new rows.
 
-        Of rows with the same event id the first is stored. ``origin`` keeps an import's segments apart until it has ended.
+        Of rows with the same event id the first is stored, of forgotten users none. ``origin`` keeps an import's segments apart until it has ended.
         """
         connection = self.manifest.connection
         assert connection.in_transaction, "append belongs into Manifest.writing()"
         if table.num_rows == 0:
             return []
         hashes = event_hashes(table) if hashes is None else hashes
+        gone = Forgotten(self.manifest).refused(table["user"], table["time"])
         first: dict[bytes, int] = {}
         for row, key in enumerate(hashes):
-            first.setdefault(key, row)
+            if gone is None or not gone[row]:
+                first.setdefault(key, row)
+        num_gone = 0 if gone is None else int(gone.sum())
+        self.manifest.count("forgotten", num_gone)
         # In the order of the key, so that pages of the index are touched once; neighbours in time are neighbours there.
         keys = sorted(first)
         known: set[bytes] = set()
@@ -96,19 +101,20 @@ class EventLog:
             known.update(key for (key,) in connection.execute(f"SELECT hash FROM seen WHERE hash IN ({','.join('?' * len(part))})", part))
         fresh = [key for key in keys if key not in known] if known else keys
         rows = sorted(first[key] for key in fresh)
-        self.manifest.count("duplicates", len(hashes) - len(rows))
+        self.manifest.count("duplicates", len(hashes) - num_gone - len(rows))
         if not rows:
             return []
         taken = table if len(rows) == table.num_rows else table.take(pa.array(rows, pa.int64()))
         kept = taken.append_column(SEGMENT_SCHEMA.field("event"), pa.array([hashes[row] for row in rows], pa.binary(HASH_BYTES))).cast(SEGMENT_SCHEMA)
-        self._add(kept, origin)
+        self.add_segment(kept, origin)
         for begin in range(0, len(fresh), _KEYS_PER_INSERT):
             part = fresh[begin : begin + _KEYS_PER_INSERT]
             connection.execute(f"INSERT INTO seen VALUES {','.join(['(?)'] * len(part))}", part)
         self.manifest.count("stored", len(rows))
         return rows
 
-    def _add(self, table: pa.Table, origin: str) -> None:
+    def add_segment(self, table: pa.Table, origin: str) -> None:
+        """Store rows as a segment of its own, inside the manifest's open transaction; that they are new is the caller's to know."""
         path = self.manifest.segments / f"{uuid.uuid4().hex}.parquet"
         self.manifest.created.append(path)
         write_durably(table, path)
@@ -141,7 +147,7 @@ class EventLog:
             alive = {name for (name,) in connection.execute("SELECT name FROM segments WHERE retired IS NULL").fetchall()}
             if not alive.issuperset(names):
                 return 0
-            self._add(pa.concat_tables([read_segment(segment.path) for segment in small]), "")
+            self.add_segment(pa.concat_tables([read_segment(segment.path) for segment in small]), "")
             retired = int((time.time() if now is None else now) * 1000)
             connection.executemany("UPDATE segments SET retired = ? WHERE name = ?", [(retired, name) for name in names])
         return len(names)

@@ -1,4 +1,4 @@
-"""Long work of this room: imports of files, and data sets."""
+"""Long work of this room: imports of files, data sets, and the sweep after users were forgotten."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ import pyarrow as pa
 from semantide.services.ingestion.datasetfiles import DatasetConfig, write_dataset
 from semantide.services.ingestion.eventlog import EventLog, Segment
 from semantide.services.ingestion.fileimport import FileImport, ImportConfig, result_of, run_through
+from semantide.services.ingestion.forgotten import Forgotten
 from semantide.services.ingestion.itemlog import ARTIFACT_SCHEMA, ItemLog
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import Rules
 from semantide.services.ingestion.sources import Source, confined, plan
-from semantide.services.ingestion.stream import DIMENSION, GROUP, STREAM
+from semantide.services.ingestion.stream import DIMENSION, FORGETTING, GROUP, STREAM
+from semantide.services.ingestion.sweep import Sweep, rewrite_append_only_file
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
+from semantide.shared.contracts import JobRecord
 from semantide.shared.errors import BadData, TransientError
 from semantide.shared.executors import executor
 from semantide.shared.history import Histories, HistoryEvent
-from semantide.shared.jobs import JobContext, JobOutcome, now_ms
+from semantide.shared.jobs import JobContext, JobOutcome, Jobs, now_ms
 from semantide.shared.telemetry import logger
 from semantide.shared.version import code_version
 
@@ -39,17 +43,20 @@ MIN_FREE_BYTES = 64 * 1024 * 1024
 _RETRY_SECONDS = 5.0
 _DRAIN_SECONDS = 120.0
 _USERS_PER_MERGE = 500
+_MOST_JOBS = 1_000_000
 _EVENTS_PER_PARTITION = 4_000_000
 _LOG = logger("ingestion")
 
 
 def run(job: JobContext) -> JobOutcome:
-    """Do the job's work: ``import`` or ``dataset``."""
+    """Do the job's work: ``import``, ``dataset`` or ``forget``."""
     if job.spec.kind == "import":
         return import_files(job)
     if job.spec.kind == "dataset":
         return make_dataset(job)
-    raise ValueError(f"ingestion runs no jobs of kind {job.spec.kind!r}: it runs import and dataset")
+    if job.spec.kind == "forget":
+        return forget_users(job)
+    raise ValueError(f"ingestion runs no jobs of kind {job.spec.kind!r}: it runs import, dataset and forget")
 
 
 def import_files(job: JobContext) -> JobOutcome:
@@ -230,6 +237,51 @@ def make_dataset(job: JobContext) -> JobOutcome:
     job.discard(workdir)
     job.progress(3, 3, "steps", "done")
     return JobOutcome(artifacts={"dataset": ref}, result={"counts": header["counts"], "dropped": header["dropped"], "pages": header["page_report"]})
+
+
+def forget_users(job: JobContext) -> JobOutcome:
+    """Take away every trace of the users that were forgotten and not yet swept. Does nothing twice, and nothing where nobody waits."""
+    _wait_for_stream(job)
+    with closing(Manifest(job.settings.data_dir / "events")) as manifest:
+        forgotten = Forgotten(manifest)
+        waiting = forgotten.tombstones(waiting=True)
+        names = {digest.decode(): name.decode(errors="surrogatepass") for digest, name in job.broker.hgetall(FORGETTING).items()}
+        sweep = Sweep(manifest, job.store, job.broker, job.settings.data_dir.absolute(), set(names.values()))
+        sweep.saw = sorted({ref for stone in waiting for ref in stone.found.get("saw", ())})  # of a sweep that did not end
+        job.progress(0, 5, "steps", "events")
+        sweep.events(job.check_cancelled)
+        # What runs now may have read of them before, and would write of them later.
+        _wait_for_jobs(job, lambda record: record.spec.room == job.spec.room)
+        sweep.events(job.check_cancelled)
+        job.progress(1, 5, "steps", "artifacts")
+        while refs := sweep.artifacts():
+            _wait_for_jobs(job, partial(_reads, refs))
+            forgotten.note(waiting, sweep.saw)
+            sweep.remove(refs)
+        job.progress(2, 5, "steps", "files")
+        sweep.files([record.id for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id])
+        job.progress(3, 5, "steps", "broker")
+        sweep.broker_state(Histories(job.broker, job.settings.history_length, job.settings.history_ttl_seconds))
+        found = {**sweep.counts, "removed": sweep.removed, "saw": sweep.saw}
+        forgotten.swept(waiting, found, now_ms())
+        if names:
+            job.broker.hdel(FORGETTING, *names)
+        job.progress(4, 5, "steps", "the broker's file")
+        rewrite_append_only_file(job.broker, job.check_cancelled)
+    job.progress(5, 5, "steps", "done")
+    return JobOutcome(result={"users": len(waiting), **found})
+
+
+def _reads(refs: Sequence[str], record: JobRecord) -> bool:
+    return not set(refs).isdisjoint(record.spec.inputs.values())
+
+
+def _wait_for_jobs(job: JobContext, matters: Callable[[JobRecord], bool]) -> None:
+    """Wait until none of the jobs that matter runs."""
+    records = Jobs(job.broker)
+    while others := [record.id for record in records.recent(state="running", limit=_MOST_JOBS) if record.id != job.id and matters(record)]:
+        job.progress(0, 0, "steps", f"waits for {others[0]}")
+        _wait(job, _RETRY_SECONDS)
 
 
 def grouped(segments: Sequence[Segment], rows: int) -> list[list[Path]]:

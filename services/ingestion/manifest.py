@@ -1,4 +1,4 @@
-"""The manifest of stored events: one SQLite file that says which segments, events, items and imports count.
+"""The manifest of stored events: one SQLite file that says which segments, events, items and imports count, and who is forgotten.
 
     events/manifest.sqlite     this file; what is not in it did not happen
     events/segments/*.parquet  interactions; a file that the manifest does not name is an orphan
@@ -26,6 +26,9 @@ CREATE INDEX IF NOT EXISTS items_changed ON items (changed) WHERE changed > 0;
 CREATE TABLE IF NOT EXISTS imports (
     job TEXT PRIMARY KEY, file INTEGER NOT NULL, position TEXT NOT NULL, done INTEGER NOT NULL, num_rows INTEGER NOT NULL, accepted INTEGER NOT NULL,
     duplicates INTEGER NOT NULL, rejected INTEGER NOT NULL, rejects_bytes INTEGER NOT NULL, items INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS forgotten (
+    digest BLOB PRIMARY KEY, since INTEGER NOT NULL, accept_later INTEGER NOT NULL, swept INTEGER, found TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 
@@ -45,7 +48,7 @@ class Manifest:
             self.connection.execute("PRAGMA synchronous=FULL")
             self.connection.execute("PRAGMA temp_store=MEMORY")
             self.connection.execute("PRAGMA cache_size=-65536")
-            if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'counters'").fetchone():
+            if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'forgotten'").fetchone():
                 with self.writing():
                     for statement in _SCHEMA.split(";"):
                         self.connection.execute(statement)

@@ -9,7 +9,20 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from semantide.services.commandline import alignment, experiments, jobs, main, page_report, publishing, recommendations, rewards, simulation, variants
+from semantide.services.commandline import (
+    alignment,
+    experiments,
+    jobs,
+    main,
+    oversight,
+    page_report,
+    publishing,
+    recommendations,
+    rewards,
+    simulation,
+    users,
+    variants,
+)
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
@@ -31,7 +44,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (alignment, experiments, main, jobs, page_report, publishing, recommendations, rewards, simulation, variants):
+    for module in (alignment, experiments, main, jobs, page_report, publishing, oversight, recommendations, rewards, simulation, users, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -340,3 +353,17 @@ def test_a_reward_names_its_inputs_and_shows_what_its_signals_are_worth(
     rewards._show({"signals": {"click": figures}, "preference": {"click": 2.0}, "measured_on": "test", "gate": {"positives_pass": 0.95, "others_pass": 0.4}})
     shown = capsys.readouterr().out
     assert "click" in shown and "40.00%" in shown and "95.0%" in shown
+
+
+def test_a_user_is_exported_and_forgotten(client: Client, broker: Any, tmp_path: Path) -> None:
+    client.send_interactions([{"user": "a/b", "item": "i", "time": 1_700_000_000_000}], progress=False)
+    outcome = invoke("users", "export", "a/b", "-o", str(tmp_path / "all.json"))
+    assert outcome.exit_code == 0 and '"user": "a/b"' in (tmp_path / "all.json").read_text()
+    assert invoke("users", "delete", "a/b", "--accept-later", "--no-wait").exit_code == 0
+    (job,) = client.jobs("forget")
+    assert job.state == "queued" and job.spec.config == {}
+    listed = invoke("users", "deletions")
+    assert listed.exit_code == 0 and "not yet" in listed.output and "later" in listed.output and "a/b" not in listed.output
+    audited = invoke("audit")
+    assert "DELETE" in audited.output and "/v1/users/{user}" in audited.output.replace("\n", "") and "a/b" not in audited.output
+    assert '"outcome": 202' in invoke("audit", "--json").output

@@ -1,0 +1,195 @@
+"""Takes every trace of forgotten users away: events, histories, rankings, parked batches, refused rows, uploads, data sets and what was drawn from these.
+
+What was learned from their events stays and is named (``saw``): a model holds no row of anybody, and is made anew from a new data set where that does not suffice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from semantide.services.ingestion.eventlog import EventLog, read_segment
+from semantide.services.ingestion.forgotten import Forgotten
+from semantide.services.ingestion.manifest import Manifest
+from semantide.services.ingestion.stream import PARKED, decode
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.errors import Corrupt
+from semantide.shared.history import Histories
+
+PERSONAL = ("datasets", "negatives", "beams", "rollouts")
+"""Kinds of artifacts that hold rows of single users; what else was made of these has learned from them."""
+
+_SEEN_PER_QUERY = 900
+_SCAN = 500
+_FORGOTTEN = "(forgotten)"
+
+
+def mentions(user: str) -> re.Pattern[str]:
+    """A user's id where it stands alone, plain or as JSON writes it; not inside of another word or number."""
+    forms = {user, json.dumps(user)[1:-1], json.dumps(user, ensure_ascii=False)[1:-1]}
+    return re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(forms)))})(?![\w-])")
+
+
+class Sweep:
+    """One sweep. ``names`` are the ids of those whose text may lie somewhere; the log and the artifacts know them by their tombstones."""
+
+    def __init__(self, manifest: Manifest, store: ArtifactStore, broker: Any, data_dir: Path, names: Collection[str]) -> None:
+        self._manifest, self._store, self._broker, self._data_dir, self._names = manifest, store, broker, data_dir, names
+        self._forgotten = Forgotten(manifest)
+        self._patterns = [mentions(name) for name in names]
+        self.counts: Counter[str] = Counter()
+        self.removed: list[str] = []
+        self.saw: list[str] = []
+
+    def events(self, check: Callable[[], None]) -> None:
+        """Write segments anew without these users, and remove the old files at once."""
+        log = EventLog(self._manifest)
+        for segment in log.segments():
+            check()
+            column = read_segment(segment.path, ("user", "time"))
+            if self._forgotten.refused(column["user"], column["time"]) is None:
+                continue
+            with self._manifest.writing() as connection:
+                row = connection.execute("SELECT origin FROM segments WHERE name = ? AND retired IS NULL", (segment.path.name,)).fetchone()
+                if row is None:
+                    continue  # merged meanwhile: the next look finds them there
+                table = read_segment(segment.path)
+                gone = self._forgotten.refused(table["user"], table["time"])
+                assert gone is not None
+                hashes = table.filter(pa.array(gone))["event"].to_pylist()
+                if not gone.all():
+                    log.add_segment(table.filter(pa.array(~gone)), row[0])
+                connection.execute("UPDATE segments SET retired = 0 WHERE name = ?", (segment.path.name,))
+                for begin in range(0, len(hashes), _SEEN_PER_QUERY):
+                    part = hashes[begin : begin + _SEEN_PER_QUERY]
+                    connection.execute(f"DELETE FROM seen WHERE hash IN ({','.join('?' * len(part))})", part)
+                self.counts["events"] += len(hashes)
+        log.sweep(grace_seconds=-1.0)
+
+    def artifacts(self) -> list[str]:
+        """References of the artifacts that hold rows of these users; ``saw`` then names what has learned from them."""
+        inputs = {ref: set(self._store.manifest(ref).get("inputs", {}).values()) for ref in self._store.list()}
+        tainted = {ref for ref in inputs if ref.startswith("datasets/") and self._holds(ref)}
+        while more := {ref for ref, made_of in inputs.items() if made_of & tainted} - tainted:
+            tainted |= more
+        self.saw = sorted({*self.saw, *(ref for ref in tainted if not ref.startswith(PERSONAL))})
+        return sorted(ref for ref in tainted if ref.startswith(PERSONAL))
+
+    def _holds(self, ref: str) -> bool:
+        with suppress(OSError, pa.ArrowException, Corrupt):
+            users = pq.read_table(self._store.get(ref, verify=False) / "users.parquet", columns=["user", "times"])
+            first = [min(times or [0]) for times in users["times"].to_pylist()]
+            return self._forgotten.refused(users["user"], pa.array(first, pa.int64())) is not None
+        return False  # it holds no users that anybody could read
+
+    def remove(self, refs: Collection[str]) -> None:
+        """Remove artifacts."""
+        for ref in refs:
+            self._store.remove(ref)
+        self.removed = sorted({*self.removed, *refs})
+
+    def files(self, ended: Collection[str]) -> None:
+        """Clear uploads, what ended jobs had in hand, and refused rows that name these users. ``ended`` are ids of jobs."""
+        uploads = self._data_dir / "uploads"
+        for path in sorted(uploads.rglob("*"), reverse=True) if uploads.is_dir() else ():
+            if path.is_file() and not path.name.startswith(".incoming"):
+                path.unlink(missing_ok=True)
+                self.counts["uploads"] += 1
+            elif path.is_dir():
+                with suppress(OSError):
+                    path.rmdir()
+        for job in ended:
+            folder = self._data_dir / "jobs" / job
+            shutil.rmtree(folder / "steps", ignore_errors=True)
+            if (rejects := folder / "rejects.jsonl").is_file():
+                self._cut(rejects)
+
+    def _cut(self, path: Path) -> None:
+        lines = path.read_text(errors="surrogateescape").splitlines(keepends=True)
+        kept = [line for line in lines if not self._named(line)]
+        if len(kept) == len(lines):
+            return
+        aside = path.with_suffix(".incoming")
+        aside.write_text("".join(kept), errors="surrogateescape")
+        aside.replace(path)
+        self.counts["lines"] += len(lines) - len(kept)
+
+    def _named(self, text: str) -> bool:
+        return any(pattern.search(text) for pattern in self._patterns)
+
+    def broker_state(self, histories: Histories) -> None:
+        """Take these users out of the broker: histories, kept rankings, parked batches, refused rows in records of jobs."""
+        for name in self._names:
+            histories.forget(name)
+        for key in self._broker.scan_iter(match="semantide:*", count=_SCAN, _type="string"):
+            value = self._broker.get(key)
+            if value is not None and _user_of(value) in self._names:
+                self._broker.delete(key)
+                self.counts["kept_values"] += 1
+        for letter in self._broker.lrange(PARKED, 0, -1):
+            if self._in_letter(letter):
+                self._broker.lrem(PARKED, 1, letter)
+                self.counts["parked"] += 1
+        for key in self._broker.scan_iter(match="semantide:job:import-*", count=_SCAN, _type="hash"):
+            fields = {name: json.loads(value) for name, value in self._broker.hgetall(key).items() if name in (b"result", b"error")}
+            told = (fields.get(b"result") or {}).get("rejects", [])
+            if told and self._named(json.dumps(told, ensure_ascii=False)):
+                fields[b"result"]["rejects"] = [self._redacted(each) for each in told]
+                self._broker.hset(key, "result", json.dumps(fields[b"result"]))
+                self.counts["records"] += 1
+            if self._named(fields.get(b"error") or ""):
+                self._broker.hset(key, "error", json.dumps(self._redacted(fields[b"error"])))
+                self.counts["records"] += 1
+
+    def _redacted(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._redacted(inner) for key, inner in value.items()}
+        if isinstance(value, str):
+            for pattern in self._patterns:
+                value = pattern.sub(_FORGOTTEN, value)
+        return value
+
+    def _in_letter(self, letter: bytes) -> bool:
+        """Whether a parked batch may hold these users: one that nobody can read is not kept on the chance that it does not."""
+        try:
+            said = json.loads(letter)
+            fields = {name.encode(): bytes.fromhex(text) if name == "data" else text.encode() for name, text in said["fields"].items()}
+            entry = decode(said["entry"].encode(), fields)
+        except (Corrupt, ValueError, KeyError, AttributeError, TypeError):
+            return True
+        return entry.kind == "interactions" and bool(np.any(pc.is_in(entry.table["user"], pa.array(list(self._names), pa.string())).to_numpy()))
+
+
+def rewrite_append_only_file(broker: Any, check: Callable[[], None], pause: Callable[[float], None] = time.sleep) -> None:
+    """Have the broker write its file anew: what was deleted still stands in the commands of the old one."""
+    with suppress(Exception):  # a managed broker may not let us: its own rewrites do it in time
+        broker.bgrewriteaof()
+    while True:
+        state = broker.info("persistence")
+        if not state.get("aof_rewrite_in_progress") and not state.get("aof_rewrite_scheduled"):
+            return
+        check()
+        pause(0.1)
+
+
+def _user_of(value: bytes) -> str | None:
+    """The user of a kept value, packed or plain, that says one."""
+    with suppress(zlib.error):
+        value = zlib.decompress(value)
+    with suppress(ValueError):
+        said = json.loads(value)
+        return said.get("user") if isinstance(said, dict) else None
+    return None

@@ -1,0 +1,208 @@
+"""A user who is forgotten is nowhere any more, stays away, and whoever learned from them is named."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from semantide.services.ingestion import api, job, tasks
+from semantide.services.ingestion.eventlog import EventLog, read_segment
+from semantide.services.ingestion.forgotten import Forgotten
+from semantide.services.ingestion.manifest import Manifest
+from semantide.services.ingestion.rows import interaction_table
+from semantide.services.ingestion.stream import FORGETTING, PARKED, encode
+from semantide.services.ingestion.sweep import mentions
+from semantide.shared import operations_api
+from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.broker import OwnBroker, connect
+from semantide.shared.config import Settings
+from semantide.shared.contracts import Interaction
+from semantide.shared.http import build_app
+from semantide.shared.jobs import JobContext, JobOutcome, Jobs
+from semantide.shared.queues import Queues
+from semantide.shared.room import Room
+
+WHO, OTHER = "anna-4711@example", "otto-4712@example"
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    """A stack whose broker writes into the data folder, as on a laptop."""
+    with OwnBroker(tmp_path / "data" / "broker") as own:
+        made = Settings(data_dir=tmp_path / "data", redis_url=own.url, import_roots=str(tmp_path), api_keys="test-key")
+        client = connect(own.url)
+        yield Room("ingestion", made, client, ArtifactStore(made.artifacts_root), Queues(own.url))
+        client.close()
+
+
+@pytest.fixture
+def client(room: Room) -> TestClient:
+    return TestClient(build_app([room], [operations_api.build(room), api.build(room)]), headers={"X-API-Key": "test-key"})
+
+
+def store(room: Room) -> None:
+    """Write what was accepted to the log."""
+    with closing(Manifest(room.settings.data_dir / "events")) as manifest:
+        consumer = tasks.Consumer(room, manifest, block_ms=1)
+        consumer.step()
+        while room.broker.xlen("semantide:ingestion:stream"):
+            consumer.step()
+
+
+def work(room: Room) -> list[Any]:
+    """Run the queued jobs of this room, oldest first."""
+    jobs, outcomes = Jobs(room.broker), []
+    for record in reversed(jobs.recent(state="queued")):
+        context = JobContext(record, room.settings, room.store, room.broker, room.queues)
+        outcome: JobOutcome = job.run(context)
+        for path in context._discarded:
+            assert not path.exists() or path
+        jobs.end(record, "succeeded", outcome=outcome)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def places(room: Room, who: str) -> set[str]:
+    """Where a user's id is found: files of the data folder, in Parquet and Arrow also below compression, and keys and values of the broker."""
+    import pyarrow.parquet as pq
+
+    found = set()
+    needle = who.encode()
+    for path in room.settings.data_dir.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            if path.suffix == ".parquet":
+                content += str(pq.read_table(path).to_pylist()).encode()
+            if needle in content:
+                found.add(str(path.relative_to(room.settings.data_dir)))
+    for key in room.broker.scan_iter("*"):
+        kind = room.broker.type(key)
+        value: Any = {
+            b"string": lambda key: room.broker.get(key),
+            b"list": lambda key: room.broker.lrange(key, 0, -1),
+            b"hash": lambda key: room.broker.hgetall(key),
+            b"set": lambda key: room.broker.smembers(key),
+            b"zset": lambda key: room.broker.zrange(key, 0, -1),
+            b"stream": lambda key: room.broker.xrange(key),
+        }[kind](key)
+        if needle in key or who in str(value):
+            found.add(key.decode())
+    return found
+
+
+def events(user: str, number: int, begin: int = 0) -> list[dict[str, Any]]:
+    return [{"user": user, "item": f"i{n % 5}", "time": 1_700_000_000_000 + 60_000 * n, "action": "click"} for n in range(begin, begin + number)]
+
+
+def test_no_trace_of_a_user_is_left_and_late_events_stay_out(room: Room, client: TestClient, tmp_path: Path) -> None:
+    for user in (WHO, OTHER):
+        assert client.post("/v1/interactions", json={"interactions": events(user, 20)}).status_code == 202
+    store(room)
+    log = tmp_path / "log.csv"
+    log.write_text(
+        "user,item,time\n" + "".join(f"{user},i{n % 5},{1_700_010_000_000 + n}\n" for n in range(9) for user in (WHO, OTHER)) + f"{WHO},i1,nonsense\n"
+    )
+    assert client.put("/v1/uploads/in/log.csv", content=log.read_bytes()).status_code == 201
+    assert client.post("/v1/imports", json={"path": str(room.settings.data_dir / "uploads" / "in" / "log.csv")}).status_code == 202
+    client.post("/v1/jobs", json={"kind": "dataset"})
+    dataset = work(room)[1].artifacts["dataset"]
+    model_folder = tmp_path / "model"
+    model_folder.mkdir()
+    (model_folder / "weights").write_text("learned")
+    model = room.store.put("models", model_folder, inputs={"dataset": dataset})
+    (model_folder / "weights").write_text("searched")
+    beams = room.store.put("beams", model_folder, inputs={"dataset": dataset, "model": model})
+    # A ranking kept for later pages, a parked batch, steps of a data set that was given up.
+    room.broker.set("semantide:serving:default:page:x", json.dumps({"user": WHO, "answer": {}}))
+    letter = {"entry": "1-1", "fields": {}, "error": ""}
+    for user in (WHO, OTHER):
+        fields = encode("interactions", interaction_table([Interaction(**events(user, 1)[0])]))
+        fields = {name: value.hex() if name == "data" else value.decode() for name, value in fields.items()}
+        room.broker.rpush(PARKED, json.dumps({**letter, "fields": fields}))
+    steps = room.settings.data_dir / "jobs" / Jobs(room.broker).recent(kind="dataset")[0].id / "steps"
+    steps.mkdir(parents=True, exist_ok=True)
+    (steps / "part.arrow").write_text(WHO)
+
+    told = client.get(f"/v1/users/{WHO}/export").json()
+    assert len(told["events"]) == 29 and len(told["history"]) == 29 and told["datasets"] == [dataset] and told["user"] == WHO
+    assert len(places(room, WHO)) > 5
+    answer = client.delete(f"/v1/users/{WHO}")
+    assert answer.status_code == 202 and answer.json()["swept"] is None
+    assert client.get(f"/v1/users/{WHO}/history").json()["events"] == []
+    assert client.post("/v1/interactions", json={"interactions": events(WHO, 3, 100)}).status_code == 202
+    store(room)
+    (outcome,) = work(room)
+    assert places(room, WHO) == set()
+    assert outcome.result["users"] == 1 and outcome.result["events"] == 29 and set(outcome.result["removed"]) == {dataset, beams}
+    assert outcome.result["saw"] == [model] and outcome.result["parked"] == 1 and outcome.result["uploads"] == 1
+    assert not room.store.exists(dataset) and room.store.exists(model)
+    (deletion,) = client.get("/v1/deletions").json()
+    assert deletion["digest"] == answer.json()["digest"] and deletion["swept"] and deletion["found"]["saw"] == [model] and deletion["accept"] == "never"
+
+    # The other one has all there was, and events that come late, by either way, stay out.
+    kept = client.get(f"/v1/users/{OTHER}/export").json()
+    assert len(kept["events"]) == 29 and len(kept["history"]) == 29
+    client.post("/v1/interactions", json={"interactions": [*events(WHO, 5), *events(OTHER, 1, 50)]})
+    client.post("/v1/imports", json={"path": str(log)})
+    store(room)
+    work(room)
+    assert client.get(f"/v1/users/{WHO}/export").json() == {"user": WHO, "events": [], "history": [], "datasets": []}
+    assert len(client.get(f"/v1/users/{OTHER}/export").json()["events"]) == 30
+
+
+def test_who_comes_back_may_be_taken_again(room: Room, client: TestClient) -> None:
+    client.post("/v1/interactions", json={"interactions": events(WHO, 4)})
+    store(room)
+    since = client.delete(f"/v1/users/{WHO}", params={"accept": "later"}).json()["since"]
+    work(room)
+    client.post("/v1/interactions", json={"interactions": [*events(WHO, 4), {**events(WHO, 1)[0], "time": since + 5}]})
+    store(room)
+    assert [event["time"] for event in client.get(f"/v1/users/{WHO}/export").json()["events"]] == [since + 5]
+    # Whoever is forgotten again is swept again.
+    client.delete(f"/v1/users/{WHO}")
+    (outcome,) = work(room)
+    assert outcome.result["events"] == 1 and client.get(f"/v1/users/{WHO}/export").json()["events"] == []
+    assert not room.broker.exists(FORGETTING)
+    client.post("/v1/jobs", json={"kind": "forget"})
+    assert work(room)[0].result == {"users": 0, "removed": [], "saw": []}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@given(data=st.data(), users=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=40), gone=st.sets(st.sampled_from("abcdefxyz")), later=st.booleans())
+def test_exactly_the_rows_of_the_forgotten_are_kept_out(
+    tmp_path_factory: pytest.TempPathFactory, data: Any, users: list[str], gone: set[str], later: bool
+) -> None:
+    times = data.draw(st.lists(st.integers(0, 100), min_size=len(users), max_size=len(users)))
+    table = interaction_table([Interaction(user=user, item=f"i{row}", time=time) for row, (user, time) in enumerate(zip(users, times, strict=True))])
+    with closing(Manifest(tmp_path_factory.mktemp("log"))) as manifest:
+        for user in gone:
+            Forgotten(manifest).add(user, 50, accept_later=later)
+        with manifest.writing():
+            positions = EventLog(manifest).append(table)
+        wanted = [row for row, user in enumerate(users) if user not in gone or (later and times[row] > 50)]
+        assert positions == wanted
+        stored = [row["item"] for segment in EventLog(manifest).segments() for row in read_segment(segment.path).to_pylist()]
+        assert sorted(stored) == sorted(f"i{row}" for row in wanted) and manifest.counter("forgotten") == len(users) - len(wanted)
+
+
+@given(st.text(min_size=1, max_size=12), st.text(max_size=6), st.text(max_size=6))
+def test_an_id_is_found_where_it_stands_alone(user: str, before: str, after: str) -> None:
+    pattern = mentions(user)
+    assert pattern.search(json.dumps({"value": user})) and pattern.search(json.dumps({"value": user}, ensure_ascii=False))
+    assert not mentions("42").search("1425 a42 42b 4.42") and mentions("42").search('{"user": "42"}')
+    assert re.compile(pattern.pattern)
+
+
+def test_a_log_of_before_learns_to_forget(tmp_path: Path) -> None:
+    with closing(Manifest(tmp_path)) as manifest:
+        for name in ("forgotten", "keys"):
+            manifest.connection.execute(f"DROP TABLE {name}")
+    with closing(Manifest(tmp_path)) as manifest:
+        assert Forgotten(manifest).tombstones() == []
