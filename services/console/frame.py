@@ -11,6 +11,8 @@ from nicegui import ui
 
 from semantide.services.console.answers import Refused
 
+_ANSWER_SECONDS = 20.0
+
 PAGES = (("/", "Overview"), ("/try", "Try it"), ("/catalog", "Catalog"), ("/jobs", "Jobs"), ("/models", "Models"), ("/cluster", "Cluster"))
 
 STYLE = """
@@ -72,8 +74,9 @@ def frame(title: str, here: str, dark: str) -> Iterator[None]:
     ui.colors(primary="#1f5fb0", negative="#a3264c")
     mode = ui.dark_mode(True if dark == "dark" else False if dark == "light" else None)
 
-    def toggle() -> None:
-        mode.value = not mode.value
+    async def toggle() -> None:
+        # What the system says, only the browser knows.
+        mode.value = not await ui.run_javascript("document.body.classList.contains('body--dark')", timeout=_ANSWER_SECONDS)
         word = "dark" if mode.value else "light"
         ui.run_javascript(f"document.cookie='semantide_look={word}; path=/console; max-age=31536000; samesite=lax'")
 

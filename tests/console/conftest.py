@@ -24,7 +24,7 @@ from semantide.shared.config import Settings
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable") if (path := shutil.which(name))), None)
 KEY = "console-test-key"
 NUM_ITEMS, NUM_USERS = 48, 90
-_PATIENCE_MS = 20_000
+_PATIENCE_MS = 60_000
 
 
 @dataclass
@@ -134,7 +134,9 @@ def _write_input(folder: Path) -> None:
     """Everybody walks along a ring of items."""
     folder.mkdir()
     words = ("red", "blue", "green", "small", "large", "old", "new", "soft", "hard", "round", "flat", "warm")
-    items = [{"id": f"item-{n}", "title": f"{words[n % 12]} {words[n // 4]} thing {n}", "categories": ["even" if n % 2 == 0 else "odd"]} for n in range(NUM_ITEMS)]
+    items = [
+        {"id": f"item-{n}", "title": f"{words[n % 12]} {words[n // 4]} thing {n}", "categories": ["even" if n % 2 == 0 else "odd"]} for n in range(NUM_ITEMS)
+    ]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     rng = np.random.default_rng(5)
     start = int(time.time() * 1000) - 10**9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.console.conftest import Site, Visitor, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
@@ -125,12 +126,13 @@ def test_items_are_found_and_the_tree_opens(visitor: Visitor) -> None:
 
 def test_jobs_are_followed_cancelled_resumed_reported_and_compared(visitor: Visitor, site: Site) -> None:
     inputs = site.client.get("/v1/jobs", kind="train", state="succeeded")[0]["spec"]["inputs"]
-    job = site.client.post("/v1/jobs", {"kind": "train", "recipe": "tiny", "config": {"epochs": 100_000}, "inputs": inputs})["id"]
+    job = site.client.post("/v1/jobs", {"kind": "train", "recipe": "tiny", "config": {"epochs": 100_000, "log_every": 1}, "inputs": inputs})["id"]
     path = f"/v1/jobs/{job}"
     try:
         page = visitor.open("/jobs")
         page.get_by_role("link", name=job).click()
         page.wait_for_url(f"**/jobs/{job}")
+        until(lambda: sum("loss" in row for row in site.client.get(f"{path}/metrics")) >= 2)
         page.wait_for_selector("svg[aria-label=Loss] polyline")
         page.get_by_role("button", name="Cancel").click()
         until(lambda: site.client.get(path)["state"] == "cancelled")

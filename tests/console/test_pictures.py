@@ -88,8 +88,15 @@ def test_curves_of_one_run_and_of_several() -> None:
 
 
 def test_nodes_show_who_holds_what_and_who_waits_says_why() -> None:
-    npus = [{"index": 0, "ring": 0, "healthy": True, "holder": f"job {EVIL}"}, {"index": 1, "ring": 0, "healthy": False, "holder": None}, {"index": 2, "ring": 1, "healthy": True, "holder": None}]
-    nodes = [{"name": EVIL, "unusable": "cordoned", "gone": True, "slow": 1.3, "npus": npus, "work": []}, {"name": "b", "unusable": "", "gone": False, "slow": 1.0, "npus": [], "work": ["service x"]}]
+    npus = [
+        {"index": 0, "ring": 0, "healthy": True, "holder": f"job {EVIL}"},
+        {"index": 1, "ring": 0, "healthy": False, "holder": None},
+        {"index": 2, "ring": 1, "healthy": True, "holder": None},
+    ]
+    nodes = [
+        {"name": EVIL, "unusable": "cordoned", "gone": True, "slow": 1.3, "npus": npus, "work": []},
+        {"name": "b", "unusable": "", "gone": False, "slow": 1.0, "npus": [], "work": ["service x"]},
+    ]
     picture = node_rows(nodes)
     assert len(marks(picture, "tr")) == 2 and len(marks(picture, "rect")) == 3 and len(marks(picture, "path")) == 1
     assert "1 of 3 NPUs free" in picture and "cordoned" in picture and "1.30 times the step time" in picture and "service x" in picture
@@ -100,8 +107,22 @@ def test_nodes_show_who_holds_what_and_who_waits_says_why() -> None:
 def test_alerts_are_those_of_the_answers() -> None:
     job = {"id": "train-1", "state": "failed", "finished": 9_000_000, "created": 1}
     live = {"error": "cannot be loaded", "retriever_error": None}
-    found = alerts_of({"parked": {"q": 2, "r": 0}}, [job, {**job, "finished": 1}, {**job, "state": "queued", "finished": None}], live, {"variants": [{"name": "live", "error": "cannot be loaded"}, {"name": "b", "error": "gone"}]}, 101, 10_000_000)
-    assert [alert.name for alert in found] == ["SemantideBacklogGrows", "SemantideModelSwapFails", "SemantideModelSwapFails", "SemantideMessagesParked", "SemantideJobsFail", "SemantideJobsWait"]
+    found = alerts_of(
+        {"parked": {"q": 2, "r": 0}},
+        [job, {**job, "finished": 1}, {**job, "state": "queued", "finished": None}],
+        live,
+        {"variants": [{"name": "live", "error": "cannot be loaded"}, {"name": "b", "error": "gone"}]},
+        101,
+        10_000_000,
+    )
+    assert [alert.name for alert in found] == [
+        "SemantideBacklogGrows",
+        "SemantideModelSwapFails",
+        "SemantideModelSwapFails",
+        "SemantideMessagesParked",
+        "SemantideJobsFail",
+        "SemantideJobsWait",
+    ]
     assert "2 messages of q" in found[3].said and "1 jobs failed" in found[4].said
     assert alerts_of({}, [], None, None, 0, 0) == []
 
@@ -110,24 +131,59 @@ def test_rates_and_quantiles_are_of_the_time_between_two_looks() -> None:
     text = 'a_total{x="1"} %d\na_total{x="2"} 5\nb_bucket{le="1.0",s="t"} %d\nb_bucket{le="2.0",s="t"} %d\nb_bucket{le="+Inf",s="t"} %d\n# HELP a_total\n'
     first, second = Look.of(text % (10, 1, 1, 1), 0.0), Look.of(text % (30, 6, 11, 11), 10.0)
     assert second.total("a_total") == 35 and second.rate(first, "a_total", x="1") == 2.0 and first.rate(second, "a_total") is None
-    assert second.quantile(first, "b", 0.5, s="t") == 1.0 and second.quantile(first, "b", 0.75, s="t") == 1.5 and second.quantile(first, "b", 0.5, s="none") is None
+    assert (
+        second.quantile(first, "b", 0.5, s="t") == 1.0
+        and second.quantile(first, "b", 0.75, s="t") == 1.5
+        and second.quantile(first, "b", 0.5, s="none") is None
+    )
     assert Look.of(text % (30, 6, 11, 20), 20.0).quantile(second, "b", 0.5) == 2.0 and second.quantile(second, "b", 0.5) is None
     assert Look.of("nonsense\na 1 2 3 4\n", 0.0).values == {} and Look.of("a +Inf", 0.0).total("a") == inf
 
 
 def test_a_form_becomes_a_request() -> None:
-    empty = {"user": "", "history": "", "n": None, "width": None, "exclude_seen": False, "categories_any": "", "categories_all": None, "exclude_ids": "", "source": ""}
+    empty = {
+        "user": "",
+        "history": "",
+        "n": None,
+        "width": None,
+        "exclude_seen": False,
+        "categories_any": "",
+        "categories_all": None,
+        "exclude_ids": "",
+        "source": "",
+    }
     for wrong in (empty, {**empty, "user": "u", "history": "i"}):
         with pytest.raises(ValueError, match="and not both"):
             body_of(wrong)
     assert body_of({**empty, "user": " u "}) == {"user": "u", "n": 10, "explain": True, "exclude_seen": False, "explore": False}
     full = body_of({**empty, "history": "a, b\nc,", "n": 3.0, "width": 64.0, "categories_any": "x", "source": "both"})
-    assert (full["history"], full["n"], full["beam_width"], full["categories_any"], full["source"]) == (["a", "b", "c"], 3, 64, ["x"], "both") and "exclude_ids" not in full
+    assert (full["history"], full["n"], full["beam_width"], full["categories_any"], full["source"]) == (
+        ["a", "b", "c"],
+        3,
+        64,
+        ["x"],
+        "both",
+    ) and "exclude_ids" not in full
 
 
 def test_an_answer_is_told_in_a_sentence() -> None:
-    answer = {"source": "generator", "model": "models/sha256-" + "a" * 64, "variant": "b", "share": 0.25, "history_items": 2, "based_on": "history", "unknown_history_items": 1, "beam_width": 32, "requested_beam_width": 64, "narrowed": True, "exact": False}
-    assert facts(answer) == "generator models/aaaaaaaaaa, variant b (25 % of users), continues 2 items, 1 unknown items skipped, 32 beams of 64 asked for, best found."
+    answer = {
+        "source": "generator",
+        "model": "models/sha256-" + "a" * 64,
+        "variant": "b",
+        "share": 0.25,
+        "history_items": 2,
+        "based_on": "history",
+        "unknown_history_items": 1,
+        "beam_width": 32,
+        "requested_beam_width": 64,
+        "narrowed": True,
+        "exact": False,
+    }
+    assert (
+        facts(answer)
+        == "generator models/aaaaaaaaaa, variant b (25 % of users), continues 2 items, 1 unknown items skipped, 32 beams of 64 asked for, best found."
+    )
 
 
 def test_neighbours_share_the_first_codes() -> None:
@@ -137,11 +193,22 @@ def test_neighbours_share_the_first_codes() -> None:
 
 
 def test_figures_of_models_evaluations_and_experiments() -> None:
-    assert quality({"metrics": {"valid": {"ndcg@10": 0.2, "epoch": 1}, "test": {"ndcg@10": 0.3, "hr@5": 1}}}) == {"ndcg@10": 0.2, "hr@5": 1.0} and quality({}) == {}
-    job = {"id": "e", "finished": 1, "spec": {"inputs": {"model": "m"}}, "result": {"part": "test", "rows": [{"model": "popularity", "metrics": {}}, {"model": "generator", "metrics": {}}]}}
+    assert (
+        quality({"metrics": {"valid": {"ndcg@10": 0.2, "epoch": 1}, "test": {"ndcg@10": 0.3, "hr@5": 1}}}) == {"ndcg@10": 0.2, "hr@5": 1.0}
+        and quality({}) == {}
+    )
+    job = {
+        "id": "e",
+        "finished": 1,
+        "spec": {"inputs": {"model": "m"}},
+        "result": {"part": "test", "rows": [{"model": "popularity", "metrics": {}}, {"model": "generator", "metrics": {}}]},
+    }
     assert [(row["model"], row["ref"]) for row in evaluations([job])] == [("popularity", None), ("generator", "m")]
     assert alignment_points([{"step": 0, "held_out_hr@50": 0.1, "held_out_reward": 0.2}, {"step": 1, "loss": 1}]) == [(0.1, 0.2)]
-    variants = [{"name": "live", "rewards": {"clicks": {"mean": {"value": 1.0, "low": 0.5, "high": 1.5}}}}, {"name": "b", "rewards": {"clicks": {"mean": {"value": None, "low": None, "high": None}}}}]
+    variants = [
+        {"name": "live", "rewards": {"clicks": {"mean": {"value": 1.0, "low": 0.5, "high": 1.5}}}},
+        {"name": "b", "rewards": {"clicks": {"mean": {"value": None, "low": None, "high": None}}}},
+    ]
     assert lifts({"variants": variants}, "clicks") == [Interval("live", 1.0, 0.5, 1.5)]
 
 
@@ -151,8 +218,24 @@ def test_what_was_made_last_is_one_of_each_kind() -> None:
 
 
 def test_words() -> None:
-    assert [ago(1000.0, 1 + seconds) for seconds in (5, 300, 9000, 3 * 86400)] == ["5 seconds ago", "5 minutes ago", "2 hours ago", "3 days ago"] and ago(None, 1) == "-"
-    assert (count(None), count(1234567), share(0.123), share(None), lasting(5.25), lasting(600), lasting(8000)) == ("-", "1\u202f234\u202f567", "12.3 %", "-", "5.25 s", "10 min", "2.2 h")
-    assert short("models/sha256-" + "ab" * 32) == "models/ababababab" and short(None) == "-" and (figure(True), figure(None), figure(0.12345), figure("x")) == ("yes", "-", "0.1235", "x")
+    assert [ago(1000.0, 1 + seconds) for seconds in (5, 300, 9000, 3 * 86400)] == ["5 seconds ago", "5 minutes ago", "2 hours ago", "3 days ago"] and ago(
+        None, 1
+    ) == "-"
+    assert (count(None), count(1234567), share(0.123), share(None), lasting(5.25), lasting(600), lasting(8000)) == (
+        "-",
+        "1\u202f234\u202f567",
+        "12.3 %",
+        "-",
+        "5.25 s",
+        "10 min",
+        "2.2 h",
+    )
+    assert (
+        short("models/sha256-" + "ab" * 32) == "models/ababababab"
+        and short(None) == "-"
+        and (figure(True), figure(None), figure(0.12345), figure("x")) == ("yes", "-", "0.1235", "x")
+    )
     job = {"state": "running", "done": 1, "total": 4, "stage": "epoch 1", "started": 1000, "finished": None}
-    assert progress(job) == "25 % epoch 1" and took(job, 11) == "10 s" and progress({**job, "state": "failed"}) == "" and took({**job, "started": None}, 1) == "-"
+    assert (
+        progress(job) == "25 % epoch 1" and took(job, 11) == "10 s" and progress({**job, "state": "failed"}) == "" and took({**job, "started": None}, 1) == "-"
+    )

@@ -47,7 +47,12 @@ def test_no_script_and_no_other_site_gets_the_cookie() -> None:
     assert "Secure" not in set_cookie("x", "/console", secure=False) and f"{COOKIE}=; " in set_cookie("", "/console", secure=False)
 
 
-@given(st.text() | st.sampled_from(["//evil.example/console/", "https://evil.example/console", "/console/../v1", "/consoles", "/console\\@evil", "/console/jobs?a=1\r\nset-cookie: a"]))
+@given(
+    st.text()
+    | st.sampled_from(
+        ["//evil.example/console/", "https://evil.example/console", "/console/../v1", "/consoles", "/console\\@evil", "/console/jobs?a=1\r\nset-cookie: a"]
+    )
+)
 def test_signing_in_leads_nowhere_but_to_the_console(wanted: str) -> None:
     target = safe_target(wanted, "/console")
     assert target == "/console" or target.startswith(("/console/", "/console?", "/console#")), target
