@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -112,7 +113,7 @@ def _ref(ref: str) -> Any:
 
 
 def _job(job: str) -> Any:
-    return lambda: ui.label(job)
+    return lambda: ui.link(job, f"/jobs/{quote(job)}")
 
 
 def _stages(look: Look, before: Look | None) -> list[tuple[str, list[str]]]:

@@ -122,6 +122,7 @@ def visitor(request: pytest.FixtureRequest, chromium: Any, site: Site) -> Iterat
     page.on("pageerror", lambda error: visitor.complaints.append(str(error)))
     page.on("request", lambda asked: visitor.complaints.append(f"foreign: {asked.url}") if not asked.url.startswith((site.url, "data:", "blob:")) else None)
     page.goto(site.url)
+    page.wait_for_function("document.activeElement.id === 'key'")
     page.keyboard.type(KEY)
     page.keyboard.press("Enter")
     page.wait_for_selector("#content h1")
