@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := client kernels shared services operators
 
-.PHONY: help install native demo test fuzz test-all test-cluster test-compose check format types bench up down compose-up compose-down demo-compose image clean
+.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -42,11 +42,14 @@ fuzz: native  ## More than 10,000 requests that nobody thought of, to every rout
 	SEMANTIDE_FUZZ_REQUESTS=$(or $(REQUESTS),12000) $(BIN)/python -m pytest -s --timeout 7200 tests/serving/test_fuzz.py
 
 test-all: native  ## The tests, slow ones too
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose and not browser'
 
 test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more); NODES=1: training, serving and upgrades in its pods too (NODES=only: nothing else)
 	$(BIN)/python tests/cluster/binaries.py || test $$? = 2  # where this machine cannot build them, what wants them is passed over and says so
 	$(BIN)/python -m pytest -m '$(if $(filter only,$(NODES)),cluster_nodes,cluster$(if $(NODES), or cluster_nodes))' --timeout 1800 -rs tests/cluster tests/operators
+
+test-browser: native  ## The console in a real browser (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest -m browser -rs tests/console
 
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose

@@ -28,6 +28,7 @@ IMPORTED = (
     "kombu.exceptions",
     "kubernetes",
     "kubernetes.client",
+    "nicegui",
     "numpy",
     "numpy.typing",
     "opentelemetry",

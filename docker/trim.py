@@ -28,6 +28,14 @@ _PATTERNS = (
     "numpy/_core/include",
     "kubernetes/aio",
     "kubernetes/e2e_test",
+    # Components that the console has none of, each with a library of its own; what its library would need beside them, it imports when they are used.
+    *(f"nicegui/elements/{name}/dist" for name in ("aggrid", "codemirror", "echart", "json_editor", "leaflet", "mermaid", "plotly", "scene", "xterm")),
+    "nicegui/static/sass*",
+    "nicegui/static/tailwindcss.min.js",
+    "nicegui/static/unocss",
+    "nicegui/testing",
+    "docutils",
+    "watchfiles",
 )
 # Their suites are folders of this name at any depth. A package of ours or torch's own tests are found by name above.
 _WITH_TESTS = ("numpy", "scipy", "sklearn", "sympy", "networkx", "pyarrow", "pandas", "joblib", "threadpoolctl")

@@ -6,7 +6,6 @@ import json
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from semantide.shared import broker as broker_door

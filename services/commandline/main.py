@@ -71,7 +71,7 @@ def up(
         running.start()
         display.table("Semantide is up", ["what", "where", "log"], running.places())
         display.console.print(
-            f"\nAPI docs   {running.url}/docs   (any user name, the key as password)\nAPI key    {'from SEMANTIDE_API_KEYS' if settings.api_keys else '`semantide key`'}\ndata       {running.folder}\nCtrl-C ends everything.",
+            f"\nconsole    {running.url}/console\nAPI docs   {running.url}/docs   (any user name, the key as password)\nAPI key    {'from SEMANTIDE_API_KEYS' if settings.api_keys else '`semantide key`'}\ndata       {running.folder}\nCtrl-C ends everything.",
             highlight=False,
         )
         running.watch()

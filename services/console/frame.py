@@ -11,13 +11,15 @@ from nicegui import ui
 
 from semantide.services.console.answers import Refused
 
+_ANSWER_SECONDS = 20.0
+
 PAGES = (("/", "Overview"), ("/try", "Try it"), ("/catalog", "Catalog"), ("/jobs", "Jobs"), ("/models", "Models"), ("/cluster", "Cluster"))
 
 STYLE = """
 body{--ink:#1c2430;--soft:#5c6672;--line:#d3d9e0;--page:#f4f6f8;--card:#fff;--accent:#1f5fb0;--good:#1d7046;--bad:#a3264c;--warn:#8a5a00;
  background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 body.body--dark{--ink:#e4e8ee;--soft:#9aa5b1;--line:#3a4450;--page:#12161c;--card:#1a2029;--accent:#7db4ff;--good:#6fd3a0;--bad:#ff8fae;--warn:#f0c36a;background:var(--page)}
-.nicegui-content{padding:0;display:block;width:100%}
+.q-page{padding:0}
 .skip{position:absolute;left:-999px}.skip:focus{position:static;padding:.5rem 1rem;display:block}
 .top{display:flex;flex-wrap:wrap;align-items:center;gap:.2rem 1.1rem;padding:.6rem 1.2rem;background:var(--card);border-bottom:1px solid var(--line)}
 .top .brand{font-weight:700;color:var(--ink)}.top a{color:var(--soft);text-decoration:none;padding:.25rem 0}
@@ -26,7 +28,7 @@ main{display:block;max-width:1360px;margin:0 auto;padding:1rem 1.2rem 3rem}
 h1{font-size:1.45rem;line-height:1.3;margin:.3rem 0 1rem;font-weight:650}h2{font-size:1.05rem;line-height:1.4;margin:0 0 .5rem;font-weight:650}h3{font-size:.95rem;margin:.8rem 0 .2rem;line-height:1.3;font-weight:650}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:1rem 1.1rem;margin:0 0 1rem;min-width:0}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:0 1rem;align-items:start}
-.row{display:flex;flex-wrap:wrap;gap:.6rem;align-items:flex-end}.row>*{min-width:0}
+.line{display:flex;flex-wrap:wrap;gap:.6rem;align-items:flex-end}.line>*{min-width:0}.card .line{margin:.5rem 0}
 a{color:var(--accent)}:focus-visible{outline:3px solid var(--accent);outline-offset:2px}
 table{border-collapse:collapse;width:100%;font-size:14px}caption{text-align:left;color:var(--soft);padding:0 0 .3rem}
 td,th{padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}th{color:var(--soft);font-weight:600}
@@ -37,7 +39,7 @@ svg{width:100%;height:auto;display:block}svg text{fill:var(--ink)}figure svg tex
 .key{display:inline-block;width:.7em;height:.7em;border-radius:2px;margin:0 .35em 0 .9em}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
 .wide{display:block}.narrow{display:none}@media(max-width:700px){.wide{display:none}.narrow{display:block}main{padding:.8rem .8rem 3rem}.top{padding:.5rem .8rem}}
-.q-field{min-width:min(100%,12rem)}.q-btn{text-transform:none}
+.q-field{min-width:min(100%,12rem)}.q-btn{text-transform:none}.body--dark .q-btn.text-primary{color:var(--accent)!important}.body--dark .q-btn.text-negative{color:var(--bad)!important}
 """
 
 
@@ -69,17 +71,20 @@ def card(title: str = "", level: int = 2) -> Iterator[Any]:
 def frame(title: str, here: str, dark: str) -> Iterator[None]:
     """The page around its content. ``dark`` is "dark", "light", or anything else for what the system says."""
     ui.page_title(f"{title} - Semantide")
+    ui.query(".nicegui-content").style("padding:0;display:block;width:100%")
+    ui.colors(primary="#1f5fb0", negative="#a3264c")
     mode = ui.dark_mode(True if dark == "dark" else False if dark == "light" else None)
 
-    def toggle() -> None:
-        mode.value = not mode.value
+    async def toggle() -> None:
+        # What the system says, only the browser knows.
+        mode.value = not await ui.run_javascript("document.body.classList.contains('body--dark')", timeout=_ANSWER_SECONDS)
         word = "dark" if mode.value else "light"
         ui.run_javascript(f"document.cookie='semantide_look={word}; path=/console; max-age=31536000; samesite=lax'")
 
     ui.html('<a class="skip" href="#content">Skip to the content</a>', sanitize=False)
     with ui.element("header").classes("top"):
         ui.label("Semantide").classes("brand")
-        with ui.element("nav").classes("row").props('aria-label="Pages"'):
+        with ui.element("nav").classes("line").props('aria-label="Pages"'):
             for path, name in PAGES:
                 link = ui.link(name, path)
                 if path == here:

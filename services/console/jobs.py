@@ -112,7 +112,7 @@ async def show_one(stack: Stack, ident: str) -> None:
     with card():
         facts = Table(f"Job {ident}", ["what", "value"])
         error = ui.label("").classes("bad").props('role="status"')
-        with ui.element("div").classes("row"):
+        with ui.element("div").classes("line"):
             stop = ui.button("Cancel", on_click=lambda: told(cancel)).props("no-caps outline color=negative")
             go = ui.button("Resume", on_click=lambda: told(resume)).props("no-caps outline")
             ui.link("Report", f"/reports/{quote(ident)}", new_tab=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 ROOMS = ("ingestion", "tokenization", "negatives", "training", "reward", "serving")
-_BOX_WIDTH, _BOX_HEIGHT, _GAP = 250, 112, 56
+_BOX_HEIGHT = 112
+_SIZES = {2: (166, 22), 3: (250, 56)}  # width of a box and the gap between boxes, by columns: as many pixels as narrow and wide screens have
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,14 @@ def stations(facts: Mapping[str, Sequence[str]], depths: Mapping[str, int], open
 
 
 def loop_picture(rooms: Sequence[Station], columns: int) -> str:
-    """The rooms clockwise around a rectangle of so many columns, arrows between them, and the way back from serving to ingestion."""
-    count = len(rooms)
-    rows = -(-count // columns)
-    # The first row goes right, then down the right side, and back along the others.
-    cells = [(column, 0) for column in range(columns)]
-    for row in range(1, rows):
-        cells += [(column, row) for column in (range(columns - 1, -1, -1) if row % 2 else range(columns))]
-    if columns == 2 and rows == 3:
-        cells = [(0, 0), (1, 0), (1, 1), (1, 2), (0, 2), (0, 1)]
-    width, height = columns * (_BOX_WIDTH + _GAP) - _GAP + 8, rows * (_BOX_HEIGHT + _GAP) - _GAP + 8
-    places = [(4 + column * (_BOX_WIDTH + _GAP), 4 + row * (_BOX_HEIGHT + _GAP)) for column, row in cells[:count]]
-    boxes = "".join(_box(station, *place) for station, place in zip(rooms, places, strict=True))
-    arrows = "".join(_arrow(places[number], places[(number + 1) % count]) for number in range(count))
+    """The six rooms clockwise around a rectangle of two or three columns, arrows between them, and the way back from serving to ingestion."""
+    (box, gap), rows = _SIZES[columns], len(rooms) // columns
+    cells = [(column, 0) for column in range(columns)] + [(columns - 1, row) for row in range(1, rows - 1)]
+    cells += [(column, rows - 1) for column in range(columns - 1, -1, -1)] + [(0, row) for row in range(rows - 2, 0, -1)]
+    places = [(4 + column * (box + gap), 4 + row * (_BOX_HEIGHT + gap)) for column, row in cells]
+    width, height = columns * (box + gap) - gap + 8, rows * (_BOX_HEIGHT + gap) - gap + 8
+    boxes = "".join(_box(station, box, *place) for station, place in zip(rooms, places, strict=True))
+    arrows = "".join(_arrow(box, places[number], places[(number + 1) % len(rooms)]) for number in range(len(rooms)))
     said = "; ".join(f"{station.room}: {', '.join(station.facts) or 'nothing yet'}" for station in rooms)
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape("The loop. " + said)}"><defs><marker id="tip{columns}" viewBox="0 0 8 8" refX="7" refY="4" '
@@ -48,26 +44,26 @@ def loop_picture(rooms: Sequence[Station], columns: int) -> str:
     )
 
 
-def _box(station: Station, x: int, y: int) -> str:
+def _box(station: Station, width: int, x: int, y: int) -> str:
     busy = station.waiting or station.jobs
-    lines = [*station.facts[:3], f"{station.waiting} waiting, {station.jobs} jobs open" if busy else "idle"]
+    lines = [*station.facts[:3], f"{station.waiting} waiting, {station.jobs} jobs" if busy else "idle"]
     texts = "".join(
-        f'<text x="{x + 14}" y="{y + 46 + 17 * place}" font-size="13" style="fill:var({"--soft" if place < len(lines) - 1 or not busy else "--accent"})">{escape(line)}</text>'
+        f'<text x="{x + 10}" y="{y + 46 + 17 * place}" font-size="12.5" style="fill:var({"--soft" if place < len(lines) - 1 or not busy else "--accent"})">{escape(line)}</text>'
         for place, line in enumerate(lines)
     )
     border = "var(--accent)" if busy else "var(--line)"
     return (
-        f'<g><rect x="{x}" y="{y}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="10" fill="var(--card)" stroke="{border}" stroke-width="1.5"/>'
-        f'<text x="{x + 14}" y="{y + 25}" font-size="15" font-weight="650">{escape(station.room)}</text>{texts}</g>'
+        f'<g><rect x="{x}" y="{y}" width="{width}" height="{_BOX_HEIGHT}" rx="10" fill="var(--card)" stroke="{border}" stroke-width="1.5"/>'
+        f'<text x="{x + 10}" y="{y + 25}" font-size="15" font-weight="650">{escape(station.room)}</text>{texts}</g>'
     )
 
 
-def _arrow(begin: tuple[int, int], end: tuple[int, int]) -> str:
+def _arrow(width: int, begin: tuple[int, int], end: tuple[int, int]) -> str:
     (x, y), (to_x, to_y) = begin, end
-    middle_x, middle_y = _BOX_WIDTH // 2, _BOX_HEIGHT // 2
+    middle_x, middle_y = width // 2, _BOX_HEIGHT // 2
     if y == to_y:
         right = to_x > x
-        points = (x + (_BOX_WIDTH if right else 0), y + middle_y, to_x + (0 if right else _BOX_WIDTH), to_y + middle_y)
+        points = (x + (width if right else 0), y + middle_y, to_x + (0 if right else width), to_y + middle_y)
     else:
         down = to_y > y
         points = (x + middle_x, y + (_BOX_HEIGHT if down else 0), to_x + middle_x, to_y + (0 if down else _BOX_HEIGHT))

@@ -75,7 +75,7 @@ async def show(stack: Stack) -> None:
             numbers=["share of users"],
             empty="No model is live: promote one below.",
         )
-        with ui.element("div").classes("row"):
+        with ui.element("div").classes("line"):
             why = ui.input("Reason").props("outlined dense")
             back = ui.button("Roll back").props("no-caps outline color=negative")
         beside = note("")
@@ -178,7 +178,7 @@ def _models(cards: list[Any], made: Mapping[str, Any], live: set[Any], candidate
 
 
 def _promotion(model: str, promote: Any) -> None:
-    with ui.element("div").classes("row"):
+    with ui.element("div").classes("line"):
         ui.button("Promote", on_click=lambda: promote(model, False)).props(f'no-caps dense outline aria-label="Promote {short(model)}"')
         ui.button("If not worse", on_click=lambda: promote(model, True)).props(f'no-caps dense flat aria-label="Promote {short(model)} if it is not worse"')
 
@@ -186,7 +186,7 @@ def _promotion(model: str, promote: Any) -> None:
 def _splits(stack: Stack, cards: list[Any], variants: Sequence[Mapping[str, Any]], fill: Any) -> None:
     options = {each["model"]: f"{short(each['model'])} ({each.get('recipe', '-')})" for each in cards if each.get("model_type") == "generator"}
     note("Some of the users are answered by another model; the live one keeps the rest.")
-    with ui.element("div").classes("row"):
+    with ui.element("div").classes("line"):
         name = ui.input("Name of the variant", value="challenger").props("outlined dense")
         model = ui.select(options, label="Model").props("outlined dense")
         part = ui.number("Share of users, %", value=10, min=0, max=100).props("outlined dense")
@@ -210,7 +210,7 @@ def _splits(stack: Stack, cards: list[Any], variants: Sequence[Mapping[str, Any]
             [*kept, {"name": name.value, "model": model.value, "share": float(part.value or 0) / 100}], f"{name.value} answers {part.value:g} % of the users."
         )
 
-    with ui.element("div").classes("row"):
+    with ui.element("div").classes("line"):
         ui.button("Begin or change", on_click=begin).props("no-caps outline")
         ui.button("End the split", on_click=lambda: put([], "The live model answers everybody.")).props("no-caps flat").set_enabled(bool(others))
 

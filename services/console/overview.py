@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -20,7 +21,7 @@ from semantide.services.console.words import ago, count, figure, lasting, share,
 from semantide.shared.contracts import JOB_ROOMS
 
 EVERY_SECONDS = 3.0
-_KINDS_SHOWN = ("datasets", "catalogs", "models", "rewards", "beams", "negatives", "evaluations")
+_KINDS_SHOWN = ("datasets", "catalogs", "beams", "models", "rewards", "evaluations")
 _NAMES = ("stats", "queues", "jobs", "live", "variants", "artifacts", "metrics")
 _PATHS = ("/v1/interactions/stats", "/v1/queues", "/v1/jobs", "/v1/serving/live", "/v1/serving/variants", "/v1/artifacts", "/metrics")
 
@@ -37,19 +38,15 @@ def lines(facts: Mapping[str, Any], look: Look, before: Look | None) -> dict[str
     slow = look.quantile(before, "semantide_serving_stage_seconds", 0.99, stage="total") if before else None
     now = facts["live"] or {}
     return {
-        "ingestion": [
-            f"{count(stats.get('interactions'))} interactions",
-            f"{count(stats.get('items'))} items, {count(made['datasets'])} data sets",
-            f"{count(stats.get('waiting_batches'))} batches on their way",
-        ],
+        "ingestion": [f"{count(stats.get('interactions'))} interactions", f"{count(stats.get('items'))} items", f"{count(made['datasets'])} data sets"],
         "tokenization": [f"{count(made['catalogs'])} catalogs"],
-        "negatives": [f"{count(made['beams'])} beam lists, {count(made['negatives'])} shards"],
-        "training": [f"{count(made['models'])} models, {count(made['evaluations'])} evaluations"],
+        "negatives": [f"{count(made['beams'])} beam lists"],
+        "training": [f"{count(made['models'])} models", f"{count(made['evaluations'])} evaluations"],
         "reward": [f"{count(made['rewards'])} reward models"],
         "serving": [
-            f"live: {short(now.get('loaded_model'))}",
-            f"{count(answered)} answers a second" if answered is not None else "answers: counting",
-            f"99 of 100 within {lasting(slow)}" if slow is not None else "none asked just now",
+            f"live {short(now.get('loaded_model'))}",
+            f"{count(answered)} answers/s" if answered is not None else "answers: counting",
+            f"P99 {lasting(slow)}" if slow is not None else "none asked just now",
         ],
     }
 
@@ -116,7 +113,7 @@ def _ref(ref: str) -> Any:
 
 
 def _job(job: str) -> Any:
-    return lambda: ui.label(job)
+    return lambda: ui.link(job, f"/jobs/{quote(job)}")
 
 
 def _stages(look: Look, before: Look | None) -> list[tuple[str, list[str]]]:

@@ -121,18 +121,18 @@ async def show(stack: Stack) -> None:
     split = await known(stack, "/v1/serving/variants") or {"variants": []}
     sides = {"": "whoever is due"} | {side["name"]: f"{side['name']} ({short(side['model'])})" for side in split["variants"]}
     with card("For whom"):
-        with ui.element("div").classes("row"):
+        with ui.element("div").classes("line"):
             user = ui.input("User").props("outlined dense")
             history = ui.input("History of items, oldest first").props("outlined dense").style("min-width:min(100%,24rem)")
             n = ui.number("How many", value=10, min=1, max=1000, precision=0).props("outlined dense")
             width = ui.number("Beams", placeholder="as deployed", min=1, max=4096, precision=0).props("outlined dense")
-        with ui.expansion("Filters and source").style("width:100%"), ui.element("div").classes("row"):
+        with ui.expansion("Filters and source").style("width:100%"), ui.element("div").classes("line"):
             any_of = ui.input("Any of these categories").props("outlined dense")
             all_of = ui.input("All of these categories").props("outlined dense")
             without = ui.input("Without these items").props("outlined dense")
             seen = ui.checkbox("Leave out what was seen")
             source = ui.select(_SOURCES, value="", label="Source").props("outlined dense")
-        with ui.element("div").classes("row"):
+        with ui.element("div").classes("line"):
             first = ui.select(sides, value="", label="Model A").props("outlined dense")
             second = ui.select({"none": "no second model", **sides}, value="none", label="Model B, beside it").props("outlined dense")
             button = ui.button("Recommend").props("no-caps unelevated")

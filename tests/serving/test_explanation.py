@@ -46,6 +46,9 @@ def test_explanations_are_given_on_request_only(server):
         near = hit["explanation"]["nearest_history"]
         assert len(near) == 3 and {one["item"] for one in near} <= {"i1", "i2", "i3", "i4"}
         assert [one["similarity"] for one in near] == sorted((one["similarity"] for one in near), reverse=True)
+    stages = body["timing"]["stages_ms"]
+    assert list(stages)[:3] == ["queue", "assemble", "wait"] and {"prefill", "step_1", "select", "format"} <= set(stages)
+    assert 0 < sum(stages.values()) <= body["timing"]["total_ms"] and server.recommend(history=["i1"]).json()["timing"]["stages_ms"] == {}
     cold = server.recommend(user="nobody", n=3, explain=True).json()
     assert all(hit["explanation"]["nearest_history"] == [] and len(hit["explanation"]["level_log_probabilities"]) == 3 for hit in cold["items"])
     assert all(hit["explanation"] is None for hit in server.recommend(history=["i1"]).json()["items"])

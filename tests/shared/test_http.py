@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from semantide.operators.page import Page
 from semantide.shared import operations_api
 from semantide.shared.access import OPEN_PATHS
 from semantide.shared.api_keys import ApiKey, api_keys, local_key
@@ -254,3 +255,19 @@ def test_at_its_end_a_server_answers_whoever_got_through(make_room: Callable[[st
         each.join(60)
     client(0)  # nobody listens any more
     assert outcomes["answered"] >= 3 and outcomes["refused"] and set(outcomes) == {"answered", "refused"}, outcomes
+
+
+def test_the_cluster_is_what_the_operators_page_says(app: Any, client: TestClient, make_room: Callable[[str], Any]) -> None:
+    assert client.get("/v1/cluster").json() == {"configured": False, "time": None, "nodes": [], "jobs": [], "services": []}
+    seen = {"time": 7.0, "nodes": [{"name": "a"}], "jobs": [], "services": []}
+    page = Page(0, bytes, lambda: seen, lambda: True, lambda: True)
+    page.start()
+    room = make_room("serving")
+    room.settings.operator_url = f"http://127.0.0.1:{page.port}/"
+    asked = TestClient(build_app([room], [operations_api.build(room)]), headers={"X-API-Key": "test-key"}, raise_server_exceptions=False)
+    try:
+        assert asked.get("/v1/cluster").json() == {"configured": True, **seen}
+    finally:
+        page.stop()
+    gone = asked.get("/v1/cluster")
+    assert gone.status_code == 503 and "SEMANTIDE_OPERATOR_URL" in gone.json()["error"]["message"]

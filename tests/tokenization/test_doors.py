@@ -240,4 +240,14 @@ def test_routes_lead_from_item_to_id_and_back(room: Room, dataset: str, rows_of:
         for wrong in ("x", "1-2-3-4-5", "-1", "1--2"):
             answer = client.get(f"/v1/catalogs/current/codes/{wrong}")
             assert answer.status_code == 422 and "joined by" in answer.json()["error"]["message"]
+        walk = [[]]
+        while len(walk[0]) < len(codes):  # the tree opens level by level, and loses nobody on the way
+            answers = [client.get("/v1/catalogs/current/tree", params={"prefix": "-".join(map(str, prefix))}).json() for prefix in walk]
+            assert sum(branch["items"] for answer in answers for branch in answer["branches"]) == 121
+            walk = [[*answer["prefix"], branch["code"]] for answer in answers for branch in answer["branches"]]
+        assert len(walk) == 121 and codes in walk
+        assert client.get("/v1/catalogs/current/tree", params={"prefix": "999"}).json()["branches"] == []
+        found = client.get("/v1/catalogs/current/search", params={"text": "B Ü"}).json()
+        assert [row["item"] for row in found["items"]] == ["a/b ü"] and found["total"] == 1
+        assert client.get("/v1/catalogs/current/search", params={"text": "i", "limit": 2}).json()["total"] >= 120
         assert json.loads(client.get("/v1/catalogs/catalogs/sha256-00/report").text)["error"]["type"] == "NotFound"
