@@ -8,7 +8,6 @@ ranks/error-3.json   how a rank failed, and when
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable

@@ -33,7 +33,10 @@ pathlib.Path("/dev/termination-log").write_text(json.dumps(seen))
 def npujob(name: str, pods: int, npus: int) -> Object:
     """A gang that asks for the plugin's devices."""
     spec = {"kind": "train", "image": BASE_IMAGE, "command": ["python3", "-c", SCRIPT], "worldSize": pods, "npusPerPod": npus, "profile": "ascend"}
-    return {"metadata": {"name": name}, "spec": spec | {"resourceName": RESOURCE, "restartPolicy": {"limit": 0}, "template": {"imagePullPolicy": "IfNotPresent"}}}
+    return {
+        "metadata": {"name": name},
+        "spec": spec | {"resourceName": RESOURCE, "restartPolicy": {"limit": 0}, "template": {"imagePullPolicy": "IfNotPresent"}},
+    }
 
 
 def _ended(api: Api, namespace: str, name: str, operator: OperatorProcess) -> Object:

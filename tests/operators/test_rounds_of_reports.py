@@ -116,7 +116,7 @@ def test_how_unequal_an_earlier_gang_was_is_not_said_of_the_next_one(world: Worl
     lab.end("train", rank=0, status=AGAIN)
     for _ in range(8):
         lab.turn(1, 1.0)
-        assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1 or "imbalance" not in lab.status("train")
+        assert (lab.phase("train") == "Running" and lab.status("train")["attempt"] == 1) or "imbalance" not in lab.status("train")
     assert lab.phase("train") == "Running" and lab.status("train")["attempt"] == 2
     assert say(2, "0.5") is None, "it has said nothing of itself yet"
     assert say(2, "0.25", 0.1, 0.15) == 0.25
