@@ -58,7 +58,7 @@ def gang_manifests(job: NPUJob, placement: Sequence[PodPlacement], attempt: int,
     gang = gang_name(job, attempt)
     npus = job.spec.npus_per_pod
     resources = {resource_name(job): str(npus)} if npus and not settings.dynamic_resources else {}
-    over = hand_over(job, gang, len(placement), resources, settings.volcano_queue)
+    over = hand_over(job, gang, len(placement), resources, full_template(job, settings), settings.volcano_queue)
     objects: list[dict[str, Any]] = [dict(manifest) for manifest in over.objects]
     if settings.rendezvous == "dns" and len(placement) > 1:
         objects.append(_ranks_service(job, gang, attempt, settings.master_port))

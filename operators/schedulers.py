@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from semantide.operators.pod_resources import asked, names_of
 from semantide.operators.pod_template import owned, owner_label
 from semantide.operators.resources import NPUJob
 
@@ -28,15 +29,21 @@ class HandOver:
     pod_spec: Mapping[str, Any] = field(default_factory=dict)
 
 
-def hand_over(job: NPUJob, gang: str, pods: int, resources: Mapping[str, str], queue: str) -> HandOver:
-    """How the job's scheduler hears of a gang of so many pods."""
+def hand_over(job: NPUJob, gang: str, pods: int, resources: Mapping[str, str], template: Mapping[str, Any], queue: str) -> HandOver:
+    """How the job's scheduler hears of a gang of so many pods with this template, each of which asks for ``resources`` besides."""
     metadata = owned(job, gang, owner_label(job))
     if job.spec.scheduler == "volcano":
+        # Its plugins read of a group what pods are labelled and annotated with, such as ring-controller.atlas and huawei.com/schedule_policy.
+        metadata["labels"] = {**(template.get("labels") or {}), **metadata["labels"]}
+        metadata |= {"annotations": dict(template["annotations"])} if template.get("annotations") else {}
+        spec = {"containers": [{"resources": template.get("resources")}], "initContainers": template.get("initContainers")}
+        least = {name: f"{asked(spec, name, 1000) * pods}m" if name == "cpu" else str(asked(spec, name) * pods) for name in names_of(spec)}
+        least |= {name: str(int(count) * pods) for name, count in resources.items()}
         group = {
             "apiVersion": _VOLCANO,
             "kind": "PodGroup",
             "metadata": metadata,
-            "spec": {"minMember": pods, "queue": queue, "minResources": {name: str(int(count) * pods) for name, count in resources.items()}},
+            "spec": {"minMember": pods, "queue": queue, "minResources": least},
         }
         return HandOver((group,), {"scheduling.k8s.io/group-name": gang}, {"schedulerName": "volcano"})
     if job.spec.scheduler == "native":

@@ -14,11 +14,12 @@ from .api import Api, until
 from .binaries import BinariesMissing, binaries, kept, obstacle
 from .cluster_dns import ClusterDns
 from .control_plane import NODES, ControlPlane
+from .device_plugin import DevicePlugin, offered
 from .docker_engine import Engine, EngineMissing
 from .job_play import RESOURCE, Fates
 from .kubelet import KernelSettings, Kubelet, api_service, bridge_address
 from .operator_process import OperatorProcess
-from .release import apply, served
+from .release import apply, remove_definitions, served
 from .simulated_nodes import SimulatedNodes
 
 
@@ -65,15 +66,21 @@ def namespace(api: Api) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture
-def operator(plane: ControlPlane, api: Api, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """The operator with the chart's custom resources and no more rights than the chart gives it."""
+@contextmanager
+def _operated(plane: ControlPlane, api: Api, namespace: str, folder: Path, **settings: str) -> Iterator[OperatorProcess]:
     kinds = ("CustomResourceDefinition", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
     apply(api, plane.kubeconfig, namespace, kinds)
     until(lambda: served(api), "the custom resources are served")
     account = next(one["metadata"]["name"] for one in api.list("serviceaccounts", namespace) if "operator" in one["metadata"]["name"])
     credentials = plane.account_kubeconfig(account, namespace)
-    with OperatorProcess(credentials, tmp_path / "operator", namespace=namespace, own_namespace=namespace) as running:
+    with OperatorProcess(credentials, folder, namespace=namespace, own_namespace=namespace, **settings) as running:
+        yield running
+
+
+@pytest.fixture
+def operator(plane: ControlPlane, api: Api, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """The operator with the chart's custom resources and no more rights than the chart gives it."""
+    with _operated(plane, api, namespace, tmp_path / "operator") as running:
         yield running
 
 
@@ -124,6 +131,28 @@ def real_api(real_plane: ControlPlane) -> Iterator[Api]:
     client = Api(real_plane.kubeconfig)
     yield client
     client.close()
+
+
+@pytest.fixture
+def npus(nodes: dict[str, Kubelet], real_api: Api, tmp_path: Path) -> Iterator[DevicePlugin]:
+    """Eight NPUs of a device plugin, which serves the kubelet that was started last: their place for it is one."""
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / "version.info").write_text("of the plugin")
+    with DevicePlugin(RESOURCE, 8, driver=tmp_path / "driver") as plugin:
+        until(lambda: offered(real_api, RESOURCE) == 8, "8 NPUs are offered")
+        yield plugin
+    until(lambda: offered(real_api, RESOURCE) == 0, "none are offered any more")
+
+
+@pytest.fixture
+def real_operator(real_plane: ControlPlane, real_api: Api, real_namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """The operator of real nodes, whose plugin chooses the devices; its custom resources go with it, for a release shall bring its own."""
+    settings = {"profile": "ascend", "resource_name": RESOURCE, "assign_devices": "false", "stop_seconds": "2", "lost_stop_seconds": "1"}
+    try:
+        with _operated(real_plane, real_api, real_namespace, tmp_path / "operator", **settings) as running:
+            yield running
+    finally:
+        remove_definitions(real_api)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A device plugin with NPUs that do not exist: Kubernetes' v1beta1 protocol, spoken to a real kubelet.
 
-    DevicePlugin("huawei.com/Ascend910", 8)    registers; a container that gets NPUs 2 and 3 sees ASCEND_VISIBLE_DEVICES=2,3
+    DevicePlugin("huawei.com/Ascend910", 8)    registers; a container that gets NPUs 2 and 3 sees ASCEND_VISIBLE_DEVICES=2,3, and DRIVER where there is a driver
     plugin.set_health(3, False)                        the kubelet takes NPU 3 from what it offers
 
 The few messages are written by hand in protobuf's wire format; grpc carries bytes.
@@ -16,15 +16,19 @@ from typing import Any
 
 import grpc
 
+from .api import Api
+
 PLUGIN_FOLDER = Path("/var/lib/kubelet/device-plugins")
+DRIVER = "/usr/local/Ascend/driver"
+"""Where containers with NPUs find their driver."""
 _SERVICE = "v1beta1.DevicePlugin"
 
 
 class DevicePlugin:
     """NPUs 0 to ``number`` - 1 of one resource."""
 
-    def __init__(self, resource: str, number: int, folder: Path = PLUGIN_FOLDER) -> None:
-        self._resource, self._folder = resource, folder
+    def __init__(self, resource: str, number: int, folder: Path = PLUGIN_FOLDER, driver: Path | None = None) -> None:
+        self._resource, self._folder, self._driver = resource, folder, driver
         self._healthy, self._changed = [True] * number, threading.Condition()
         self._ended = False
         self._socket = folder / f"{resource.replace('/', '-')}.sock"
@@ -78,8 +82,19 @@ class DevicePlugin:
         answers = []
         for container in _parts(request):
             seen = ",".join(sorted((one.decode() for one in _parts(container)), key=int))
-            answers.append(_part(1, _part(1, _text(1, "ASCEND_VISIBLE_DEVICES") + _text(2, seen))))
+            answers.append(_part(1, allotted(seen, self._driver)))
         return b"".join(answers)
+
+
+def allotted(npus: str, driver: Path | None) -> bytes:
+    """What a container with these NPUs gets: a variable, and a folder of the node."""
+    mount = b"" if driver is None else _part(2, _text(1, DRIVER) + _text(2, str(driver)) + _yes(3))
+    return _part(1, _text(1, "ASCEND_VISIBLE_DEVICES") + _text(2, npus)) + mount
+
+
+def offered(api: Api, resource: str) -> int:
+    """Devices of all nodes."""
+    return sum(int(node["status"].get("allocatable", {}).get(resource, 0)) for node in api.list("nodes"))
 
 
 def _number(value: int) -> bytes:
@@ -91,6 +106,10 @@ def _number(value: int) -> bytes:
 
 def _part(field: int, body: bytes) -> bytes:
     return bytes([field << 3 | 2]) + _number(len(body)) + body
+
+
+def _yes(field: int) -> bytes:
+    return bytes([field << 3, 1])
 
 
 def _text(field: int, text: str) -> bytes:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from .api import Api, Object, until
-from .device_plugin import DevicePlugin
+from .device_plugin import DevicePlugin, offered
 from .docker_engine import BASE_IMAGE
 from .kubelet import Kubelet
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 _RESOURCE = "huawei.com/Ascend910"
-
-
-@pytest.fixture
-def npus(nodes: dict[str, Kubelet], real_api: Api) -> Iterator[DevicePlugin]:
-    with DevicePlugin(_RESOURCE, 8) as plugin:
-        until(lambda: _offered(real_api) == 8, "8 NPUs are offered")
-        yield plugin
-    until(lambda: _offered(real_api) == 0, "none are offered any more")
-
-
-def _offered(api: Api) -> int:
-    """NPUs of all nodes; a plugin serves the kubelet that was started last, because their place for it is one."""
-    return sum(int(node["status"].get("allocatable", {}).get(_RESOURCE, 0)) for node in api.list("nodes"))
 
 
 def _counted_on(api: Api, node: str) -> bool:
@@ -58,7 +43,7 @@ def test_a_pod_sees_the_npus_that_it_got_and_a_broken_one_is_not_given(real_api:
     seen = _said(real_api, "two", real_namespace).split(",")
     assert len(set(seen)) == 2 and set(seen) <= {str(npu) for npu in range(8)}
     npus.set_health(5, False)
-    until(lambda: _offered(real_api) == 7, "7 NPUs are offered")
+    until(lambda: offered(real_api, _RESOURCE) == 7, "7 NPUs are offered")
     real_api.create("pods", _pod("seven", script, npus=7), real_namespace)
     assert _said(real_api, "seven", real_namespace).split(",") == [str(npu) for npu in range(8) if npu != 5]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote
 
 from .cluster_dns import answer, name_of
-from .device_plugin import _part, _parts, _text
+from .device_plugin import DRIVER, _part, _parts, _text, allotted
 from .docker_engine import _restoring
 from .kubelet import KernelSettings
 from .node_engine import NODE_LABEL, filtered, labelled
@@ -52,6 +52,17 @@ def test_parts_of_a_message_come_back() -> None:
     long = "x" * 300
     assert [one.decode() for one in _parts(_text(1, "3") + _text(1, long))] == ["3", long]
     assert next(_parts(_part(1, _text(1, "a")))) == _text(1, "a")
+
+
+def test_what_a_container_gets_is_a_variable_and_a_folder_to_read() -> None:
+    said = allotted("2,3", Path("/somewhere"))
+    variable = next(_parts(said))
+    assert list(_parts(variable)) == [b"ASCEND_VISIBLE_DEVICES", b"2,3"]
+    mount = said[len(_part(1, variable)) :]
+    path, place = DRIVER.encode(), b"/somewhere"
+    # Mount: container_path 1, host_path 2, read_only 3 (a number).
+    assert mount == bytes([0x12, len(path) + len(place) + 6, 0x0A, len(path)]) + path + bytes([0x12, len(place)]) + place + bytes([0x18, 1])
+    assert allotted("2,3", None) == _part(1, variable)
 
 
 def test_the_kernel_has_its_settings_back_even_after_a_run_that_was_killed(tmp_path: Path) -> None:
