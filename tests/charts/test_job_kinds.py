@@ -45,7 +45,12 @@ def test_every_value_of_a_profile_is_in_one_place(lint: ModuleType) -> None:
 
 def test_another_profile_has_its_own_resources_name(render: Render) -> None:
     kinds = {"train": {"npusPerPod": 1, "profile": "nvidia"}, "align": {"profile": "cpu"}, "reward": {"npusPerPod": 2, "resourceName": "example.com/other"}}
-    options = ("--set", "settings.jobRunner=cluster,operatorProfile=ascend,operatorResourceName=example.com/chip", "--set-json", f"jobKinds={json.dumps(kinds)}")
+    options = (
+        "--set",
+        "settings.jobRunner=cluster,operatorProfile=ascend,operatorResourceName=example.com/chip",
+        "--set-json",
+        f"jobKinds={json.dumps(kinds)}",
+    )
     said = json.loads(of_kind(render("", *options), "ConfigMap")["shop-semantide-settings"]["data"]["SEMANTIDE_CLUSTER_JOBS"])
     assert {kind: (each.get("profile"), each.get("resourceName")) for kind, each in said["kinds"].items()} == {
         "train": ("nvidia", None),
