@@ -215,13 +215,17 @@ class RegistryState(Contract):
         return self.judging(model, job_id) if self.undecided.get(model) == job_id else self
 
     def rolled_back(self, now_ms: int, reason: str = "") -> RegistryState:
-        """With the pair live that was live before; an evaluation of the one that goes decides no more.
+        """With the pair live that was live before; evaluations of the one that goes and of the one that comes decide no more.
 
         Raises: Conflict when there is none.
         """
         if not self.previous:
             raise Conflict("nothing was live before the present model: promote one of the candidates instead (GET /v1/serving/candidates)")
-        candidates = self._noted(self.live.model, judging="", judged="") if self.live else self.candidates
+        gone, back = self.live.model if self.live else "", self.previous[-1].model
+        candidates = tuple(
+            c.model_copy(update={"judging": "", "judged": ""} if c.model == gone else {"judging": ""}) if c.model in (gone, back) else c
+            for c in self.candidates
+        )
         return self._decided("rollback", self.previous[-1], now_ms, reason, False, previous=self.previous[:-1], candidates=candidates)
 
     def divided(self, split: Split, now_ms: int, reason: str = "") -> RegistryState:

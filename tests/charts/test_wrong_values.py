@@ -42,6 +42,11 @@ Refuse = Callable[..., str]
         (["--set", "jobKinds.train.npus=8"], ["/jobKinds/train", "npus"]),
         (["--set", "operatorProfile=gpu"], ["/operatorProfile", "nvidia"]),
         (["--set", "operatorResourceName=Ascend910"], ["/operatorResourceName"]),
+        (["--set", "deviceImageSuffix=ascend"], ["/deviceImageSuffix"]),
+        (["--set", "serviceIpFamilyPolicy=DualStack"], ["/serviceIpFamilyPolicy", "PreferDualStack"]),
+        (["--set", "sharedMemorySize=64MB"], ["/sharedMemorySize"]),
+        (["--set", "listenAddress=everywhere"], ["/listenAddress"]),
+        (["--set", "serviceAccountCreate=false"], ["serviceAccountName is empty", "serviceAccountCreate=true"]),
     ],
 )
 def test_wrong_values_are_named(refuse: Refuse, options: list[str], words: list[str]) -> None:

@@ -94,6 +94,7 @@ def test_a_verdict_decides_once_and_never_what_somebody_decided_after_it_was_ask
             gone = int(state.live.model[-1]) if state.live else 0
             state = state.rolled_back(step)
             open_jobs.pop(gone, None)
+            open_jobs.pop(int(state.live.model[-1]) if state.live else 0, None)
         elif action == "fail" and number in open_jobs:
             state = state.held(model(number), "its comparison failed", step, evaluation=open_jobs.pop(number))
             assert state.decisions[-1].action == "hold" and state.live == before.live

@@ -93,11 +93,16 @@ ports:
 {{- include "semantide.merged" (dict "base" $template "over" .Values.operatorPodTemplate) -}}
 {{- end -}}
 
-{{/* A part of a spec with what its pods need for the number of devices that it asks for, as JSON: arguments root, spec, npus. */}}
+{{/* A part of a spec with its pods' image and, where they ask for devices, what these are, as JSON: arguments root, spec, npus. */}}
 {{- define "semantide.withDevices" -}}
-{{- $own := dict "profile" .root.Values.operatorProfile "image" (include "semantide.image" .root) -}}
-{{- with .root.Values.operatorResourceName }}{{ $_ := set $own "resourceName" . }}{{ end -}}
-{{- if .npus }}{{ $_ := set $own "image" (printf "%s%s" (include "semantide.image" .root) .root.Values.deviceImageSuffix) }}{{ end -}}
+{{- $own := dict "image" (include "semantide.image" .root) -}}
+{{- if .npus -}}
+{{- $own = dict "image" (printf "%s%s" $own.image .root.Values.deviceImageSuffix) "profile" .root.Values.operatorProfile -}}
+{{- /* The resource's name is that profile's. */}}
+{{- if and .root.Values.operatorResourceName (eq (.spec.profile | default $own.profile) $own.profile) -}}
+{{- $_ := set $own "resourceName" .root.Values.operatorResourceName -}}
+{{- end -}}
+{{- end -}}
 {{- include "semantide.merged" (dict "base" $own "over" .spec) -}}
 {{- end -}}
 
