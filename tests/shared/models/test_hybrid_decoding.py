@@ -27,7 +27,15 @@ MIXES = [
 def make(types: tuple[str, ...], dtype: torch.dtype = torch.float64, merger: MergerConfig | None = None, tied: bool = True) -> Generator:
     torch.manual_seed(0)
     linear = LinearConfig(num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=6)
-    shape = {"num_layers": len(types), "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24, "tie_word_embeddings": tied}
+    shape = {
+        "num_layers": len(types),
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "tie_word_embeddings": tied,
+    }
     generator = Generator(GeneratorConfig(LEVELS, **shape, layer_types=types, linear=linear, merger=merger or MergerConfig()))  # type: ignore[arg-type]
     return generator.to(dtype)
 
