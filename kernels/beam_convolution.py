@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semantide.kernels import native
-from semantide.kernels.beam_linear_attention import RECORD_KINDS
+from semantide.kernels.beam_linear_attention import RECORD_KINDS, as_record
 from semantide.kernels.dispatch import kernel
 
 
@@ -27,7 +27,7 @@ def beam_convolution(x_BC: Tensor, weight_CK: Tensor, before_RQC: Tensor, reques
     """
     _check(x_BC, weight_CK, before_RQC, own_NC, rows_BS)
     taps = weight_CK.shape[1]
-    own_NC[rows_BS[:, -1]] = x_BC.to(own_NC.dtype)
+    own_NC[rows_BS[:, -1]] = as_record(x_BC, own_NC.dtype)
     y_BC = x_BC * weight_CK[:, -1]
     depth_B = (rows_BS[:, :-1] >= 0).sum(1)
     for back in range(1, taps):

@@ -36,7 +36,9 @@ static inline void round_to(BrainFloat* to, float value) {
   to->bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
 }
 
+// What is larger than a half float can be becomes its largest: one infinite record would make all that follow it infinite or nothing.
 static inline void round_to(uint16_t* to, float value) {
+  value = value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value;
 #if VECTOR_BYTES >= 32
   *to = static_cast<uint16_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(value), 0), 0));
 #else

@@ -111,7 +111,7 @@ def beam_linear_attention(
         u_n2He = u_n2He + torch.einsum("nxth,nthe->nxhe", weights_n2tH, delta_ntHe)
         delta_nHe = v_nHe if beta_BH is None else beta_BH[chosen_n].unsqueeze(-1) * (v_nHe - u_n2He[:, 1])
         o_BHe[chosen_n] = u_n2He[:, 0] + (x_n2Hd[:, 0] * x_n2Hd[:, 1]).sum(-1, keepdim=True) * delta_nHe
-        records.k_NGd[own_n], records.delta_NHe[own_n] = k_nGd.to(records.k_NGd.dtype), delta_nHe.to(records.delta_NHe.dtype)
+        records.k_NGd[own_n], records.delta_NHe[own_n] = as_record(k_nGd, records.k_NGd.dtype), as_record(delta_nHe, records.delta_NHe.dtype)
         records.decay_NH1[own_n] = g_BH1[chosen_n]
     return o_BHe
 
@@ -180,6 +180,11 @@ def beam_linear_attention_cuda(
     from semantide.kernels.triton_beam_linear_attention import beam_linear_attention_triton
 
     return beam_linear_attention_triton(q_BGd, k_BGd, v_BHe, g_BH1, beta_BH, states_MHde, bases_B, records, rows_BS)
+
+
+def as_record(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is kept of numbers in a type; those that are too large for it become its largest, since an infinite one would spoil all that follow."""
+    return x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def materialise(states_MHde: Tensor, bases_B: Tensor, records: BeamRecords, rows_BS: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ class Branches:
 
     def __init__(self, offsets_B1: Tensor, ends_J: Tensor, offsets_J1: Tensor) -> None:
         self.offsets_B1, self.ends_J, self.offsets_J1 = offsets_B1, ends_J, offsets_J1
-        self.trunk = int(offsets_B1[-1])
+        self.trunk, self.tokens = int(offsets_B1[-1]), int(offsets_J1[-1])
+        self.longest = int(offsets_J1.diff().max()) if len(ends_J) else 0
         sequences = len(offsets_B1) - 1
         self.sequences_J = torch.searchsorted(offsets_B1, ends_J) - 1
         wrong_J = (self.sequences_J < 0) | (self.sequences_J >= sequences)
@@ -192,12 +193,12 @@ def branch_linear_attention_tiled(q_TGd: Tensor, k_TGd: Tensor, v_THe: Tensor, g
 def _tiled(given: _Tokens, branches: Branches, rule: Rule) -> Tensor:
     trunk, own = given.at(slice(branches.trunk)), given.at(slice(branches.trunk, None))
     walked = linear_chunks(*trunk, branches.offsets_B1, None, rule)
-    if len(own.v_THe) != int(branches.offsets_J1[-1]):
+    if len(own.v_THe) != branches.tokens:
         raise ValueError(
-            f"{len(own.v_THe)} tokens behind a trunk of {branches.trunk}, but {int(branches.offsets_J1[-1])} in branches: give each branch's tokens behind the trunk's"
+            f"{len(own.v_THe)} tokens behind a trunk of {branches.trunk}, but {branches.tokens} in branches: give each branch's tokens behind the trunk's"
         )
     (heads, value_size), size = given.v_THe.shape[1:], given.q_TGd.shape[2]
-    rows = max(walked.run, int(branches.offsets_J1.diff().max()) if len(branches.ends_J) else 0)
+    rows = max(walked.run, branches.longest)
     pairs = rows * (walked.run + rows) * (size if rule.per_channel else 2)
     order_I, parts = branches.tiles(walked.run, max(1, _GROUP_BYTES // (4 * heads * (pairs + size * value_size))))
     if not len(order_I):

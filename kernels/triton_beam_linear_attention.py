@@ -91,6 +91,9 @@ def _step(  # type: ignore[no-untyped-def]
         known_ME += tl.dot(k_MD * fade_MD, s_DE, input_precision="ieee")
         new_ME = tl.load(beta + beam_M * heads + head, mask=live_M, other=0.0)[:, None] * (new_ME - known_ME)
     tl.store(out + value_at_ME, (read_ME + tl.sum(q_MD * k_MD, 1)[:, None] * new_ME).to(out.dtype.element_ty), mask=values_ME)
+    if own_delta.dtype.element_ty == tl.float16:  # what is too large for it becomes its largest
+        k_MD = tl.minimum(tl.maximum(k_MD, -65504.0), 65504.0)
+        new_ME = tl.minimum(tl.maximum(new_ME, -65504.0), 65504.0)
     own_M = tl.load(rows + beam_M * steps + steps - 1, mask=live_M, other=0)
     tl.store(own_delta + (own_M[:, None] * heads + head) * value_size + e_E[None, :], new_ME.to(own_delta.dtype.element_ty), mask=values_ME)
     if tl.program_id(2) == 0:

@@ -81,7 +81,7 @@ def forward_walk(  # type: ignore[no-untyped-def]
     keep: tl.constexpr, block: tl.constexpr, block_d: tl.constexpr, block_e: tl.constexpr,
 ):  # fmt: skip
     """Results, the last state, and where they are kept the states that chunks began with."""
-    sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    sequence, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     begin, finish = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
     i_C, d_D, e_E = tl.arange(0, block), tl.arange(0, block_d), tl.program_id(1) * block_e + tl.arange(0, block_e)
     in_D, in_E = d_D < size, e_E < value_size
@@ -127,7 +127,7 @@ def backward_walk(  # type: ignore[no-untyped-def]
     begun: tl.constexpr, written: tl.constexpr, block: tl.constexpr, block_d: tl.constexpr, block_e: tl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: gradients of all that was given, of queries, keys, decays and shares of writing this program's part."""
-    sequence, head, part = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
+    sequence, head, part = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
     begin, finish, chunk = tl.load(offsets + sequence), tl.load(offsets + sequence + 1), tl.load(chunks + sequence)
     i_C, d_D, e_E = tl.arange(0, block), tl.arange(0, block_d), part * block_e + tl.arange(0, block_e)
     in_D, in_E = d_D < size, e_E < value_size

@@ -265,3 +265,13 @@ def test_no_beams_and_the_break_even() -> None:
     assert beam_linear_attention(*case.tokens(0), case.states, nobody, case.records, nobody.view(0, 1)).shape == (0, 1, 4)
     assert break_even_depth(128, 128) == 38
     assert break_even_depth(1, 1) == 1
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_what_is_too_large_for_a_half_record_becomes_its_largest(native):
+    states = torch.zeros(1, 1, 16, 16)
+    records = BeamRecords.empty(2, states, 1, False, torch.float16)
+    k, v = torch.ones(2, 1, 16), torch.tensor([1e6, -1e6]).view(2, 1, 1).expand(2, 1, 16).contiguous()
+    function = beam_linear_attention if native else beam_linear_attention.reference
+    function(k, k * 1e6, v, torch.zeros(2, 1, 1), None, states, torch.tensor([0, 0]), records, torch.tensor([[0], [1]]))
+    assert records.k_NGd.unique().tolist() == [65504.0] and records.delta_NHe[:, 0, 0].tolist() == [65504.0, -65504.0]

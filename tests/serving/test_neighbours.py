@@ -10,11 +10,14 @@ import sys
 import httpx
 import numpy as np
 import pytest
+import torch
 
+from semantide.services.serving.registry import Candidate, Pair, Registry
 from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
+from semantide.shared.models.linear_layer import LinearConfig
 
-from .world import Reply, post, storm, wait_until
+from .world import Reply, Server, post, storm, wait_until
 
 ITEMS = 200
 EVERYTHING = [f"i{row}" for row in range(ITEMS)]
@@ -185,3 +188,25 @@ def test_a_stopped_process_answers_what_it_has_taken(world, settings: Settings):
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("types", [("linear_attention", "full_attention"), ()])
+def test_a_request_whose_numbers_break_is_refused_and_the_others_get_what_they_got_before(world, types):
+    """A history with a code whose vector is not a number: no client can bring one about, a damaged weight can."""
+    shape = {"layer_types": types, "linear": LinearConfig(1, 2, 16, 16)} if types else {}
+    model = world.add_model(0, num_layers=2, tie_word_embeddings=False, **shape)
+    codes = world.catalogs[world.catalog_ref].codes
+    good = [{"history": [f"i{row}" for row in np.flatnonzero(codes[:, 2] != codes[5, 2])[number::7][:6]], "n": 5} for number in range(7)]
+    Registry(world.room.broker).register(Candidate(model=model, catalog=world.catalog_ref))
+    Registry(world.room.broker).promote(Pair(model=model, catalog=world.catalog_ref))
+    with Server(world.room) as server:
+        wait_until(lambda: server.service.swapper.bundle is not None)
+        right = [server.recommend(**body).json()["items"] for body in good]
+        generator = server.service.swapper.bundle.model.generator
+        with torch.no_grad():
+            generator.model.embed_tokens.weight[generator.vocabulary.first(2) + int(codes[5, 2])] = torch.nan
+        bad = {"history": ["i5", "i7"], "n": 5}
+        replies = asyncio.run(storm(server.url, [*good, bad, *good, bad]))
+        check([reply for reply in replies if reply.number not in (7, 15)], [*right, [], *right])
+        for number in (7, 15):
+            assert replies[number].status == 500 and "not finite numbers" in json.dumps(replies[number].body)

@@ -24,10 +24,18 @@ MIXES = [
 ]
 
 
-def make(types: tuple[str, ...], dtype: torch.dtype = torch.float64, merger: MergerConfig | None = None) -> Generator:
+def make(types: tuple[str, ...], dtype: torch.dtype = torch.float64, merger: MergerConfig | None = None, tied: bool = True) -> Generator:
     torch.manual_seed(0)
     linear = LinearConfig(num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=6)
-    shape = {"num_layers": len(types), "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24}
+    shape = {
+        "num_layers": len(types),
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "tie_word_embeddings": tied,
+    }
     generator = Generator(GeneratorConfig(LEVELS, **shape, layer_types=types, linear=linear, merger=merger or MergerConfig()))  # type: ignore[arg-type]
     return generator.to(dtype)
 
@@ -225,3 +233,30 @@ def test_a_request_never_holds_more_than_it_reserved(requests, types, flush_dept
     full = flush_depth == 99 and all(count == width for count, width in zip(counts, widths, strict=True))
     if full:
         assert state.prompt_L2PGd.nbytes + state.own_L2CGd.nbytes + state.linear.num_bytes == pool.in_use_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("types", [*MIXES, ("full_attention", "full_attention")])
+def test_what_is_not_a_number_in_one_prompt_changes_no_bit_of_the_other_requests(types, dtype) -> None:
+    generator = make(types, dtype, tied=False)
+    decoder, player = GeneratorDecoder(generator, flush_depth=2), Player(generator, 4)
+    healthy = [player.prompt(items) for items in (3, 2, 4)]
+    code, other = (generator.vocabulary.first(3) + number for number in (3, 1))  # of the last level: no beam is fed with it
+    healthy = [torch.where(prompt == code, other, prompt) for prompt in healthy]
+    damaged = [healthy[0], healthy[1].clone(), healthy[2]]
+    healthy[1][-5], damaged[1][-5] = other, code
+    with torch.no_grad():
+        generator.model.embed_tokens.weight[code] = torch.nan
+    widths, found = [4, 3, 2], []
+    for prompts in (healthy, damaged):
+        moves = Player(generator, 5)
+        logits, state = decoder.begin(*pack(prompts))
+        each = [logits]
+        for level in (1, 2, 3):
+            parents, codes = moves.beams([1] * 3 if level == 1 else widths, widths, level)
+            each.append(decoder.step(state, level, parents, codes, widths))
+        found.append(each)
+    for level, (right, seen) in enumerate(zip(*found, strict=True)):
+        bad = slice(1, 2) if level == 0 else slice(4, 7)
+        assert bool(right.isfinite().all()) and bool(seen[bad].isnan().all())
+        assert torch.equal(right[: bad.start], seen[: bad.start]) and torch.equal(right[bad.stop :], seen[bad.stop :])
