@@ -30,5 +30,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(estimate: str) -> None:
 def test_too_few_cases_say_nothing() -> None:
     for found in (mean(np.zeros(0)), mean(np.ones(1)), ratio(np.ones(1), np.ones(1)), ratio(np.ones(3), np.zeros(3))):
         assert (found.low, found.high) == (-math.inf, math.inf) and not found.beyond_noise
+        told = found.as_dict()
+        assert told["low"] is None and told["high"] is None and (told["value"] is None) == math.isnan(found.value)
     with pytest.raises(ValueError, match="same cases"):
         difference(np.ones(2), np.ones(3))
