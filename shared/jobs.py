@@ -27,6 +27,7 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import ENDED, JobRecord, JobSpec, Message, RunJob
 from semantide.shared.errors import BrokerUnavailable, Conflict, JobCancelled, NotFound, RankLost, StoreUnavailable, TransientError
 from semantide.shared.queues import Queues
+from semantide.shared.redaction import Redaction
 from semantide.shared.telemetry import continued_trace, current_trace, logger
 
 JOBS_INDEX = "semantide:jobs"
@@ -342,7 +343,7 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
         return 1
     except Exception as cause:
         log.exception("job failed", job=job_id)
-        state, error = "failed", f"{type(cause).__name__}: {cause}"
+        state, error = "failed", Redaction.of(settings).text(f"{type(cause).__name__}: {cause}")
     while True:
         try:
             jobs.end(record, state, error=error, outcome=outcome)
