@@ -105,9 +105,9 @@ class AsyncClient:
         """POST a JSON body, once; the decoded answer."""
         return await self.call("POST", path, json=body)
 
-    async def call(self, method: str, path: str, *, json: Any = None, parameters: Mapping[str, Any] | None = None) -> Any:
-        """Any other request; the decoded answer."""
-        return await self._run(calls.ask(method, path, body=json, parameters=parameters))
+    async def call(self, method: str, path: str, *, json: Any = None, parameters: Mapping[str, Any] | None = None, timeout_seconds: float | None = None) -> Any:
+        """Any other request; the decoded answer. ``timeout_seconds`` is for one that takes longer than others."""
+        return await self._run(calls.ask(method, path, body=json, parameters=parameters, timeout_seconds=timeout_seconds))
 
     async def recommend(self, user: str | None = None, **wish: Any) -> RecommendationAnswer:
         """Items for a user or a ``history``, best first; the fields of ``RecommendationRequest``.

@@ -42,6 +42,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
     content: Callable[[], Iterator[bytes]] | None = None
     again: bool = False
+    timeout_seconds: float | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -60,11 +61,18 @@ Steps = Generator[Call | Pause, Any, T]
 
 
 def ask(
-    method: str, path: str, *, body: Any = None, again: bool = False, headers: Mapping[str, str] | None = None, parameters: Mapping[str, Any] | None = None
+    method: str,
+    path: str,
+    *,
+    body: Any = None,
+    again: bool = False,
+    headers: Mapping[str, str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    timeout_seconds: float | None = None,
 ) -> Steps[Any]:
     """One request; the decoded answer. Parameters that are None are left out."""
     said = {name: value for name, value in (parameters or {}).items() if value is not None}
-    return (yield Call(method, path, said, body, headers or {}, again=again))
+    return (yield Call(method, path, said, body, headers or {}, again=again, timeout_seconds=timeout_seconds))
 
 
 def read(kind: type[M], method: str, path: str, **options: Any) -> Steps[M]:

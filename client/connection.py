@@ -39,6 +39,8 @@ class Connection:
             options["params"] = dict(call.parameters)
         if call.body is not None:
             options["json"] = call.body
+        if call.timeout_seconds is not None:
+            options["timeout"] = call.timeout_seconds
         if content is not None:
             options |= {"content": content, "timeout": None}  # a large file takes as long as it takes
         return options

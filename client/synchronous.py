@@ -83,9 +83,9 @@ class Client:
         """POST a JSON body, once; the decoded answer."""
         return self.call("POST", path, json=body)
 
-    def call(self, method: str, path: str, *, json: Any = None, parameters: Mapping[str, Any] | None = None) -> Any:
-        """Any other request; the decoded answer."""
-        return self._run(calls.ask(method, path, body=json, parameters=parameters))
+    def call(self, method: str, path: str, *, json: Any = None, parameters: Mapping[str, Any] | None = None, timeout_seconds: float | None = None) -> Any:
+        """Any other request; the decoded answer. ``timeout_seconds`` is for one that takes longer than others."""
+        return self._run(calls.ask(method, path, body=json, parameters=parameters, timeout_seconds=timeout_seconds))
 
     def recommend(self, user: str | None = None, **wish: Any) -> RecommendationAnswer:
         """Items for a user or a ``history``, best first; the fields of ``RecommendationRequest``.

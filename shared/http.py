@@ -36,6 +36,7 @@ from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
 from semantide.shared.listening import EVERY, bound_socket, listening_address
 from semantide.shared.rate_limits import RateLimits
+from semantide.shared.redaction import Redaction
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger, metrics_page
 from semantide.shared.version import code_version
@@ -348,7 +349,7 @@ def build_app(
     """
     room = rooms[0]
     keys = api_keys(room.settings)
-    log = logger("http")
+    log, redaction = logger("http"), Redaction.of(room.settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> Any:
@@ -404,18 +405,18 @@ def build_app(
         status = _status(error)
         if status == 500:
             log.error("request failed", error=str(error), exc_info=error)
-        return _error(status, type(error).__name__, str(error), headers={"Retry-After": "2"} if status == 503 else None)
+        return _error(status, type(error).__name__, redaction.text(str(error)), headers={"Retry-After": "2"} if status == 503 else None)
 
     @app.exception_handler(ValueError)
     async def wrong_argument(request: Request, error: ValueError) -> Response:
         if isinstance(error, OUR_FAULTS):
             log.error("request failed", error=str(error), exc_info=error)
             return await unexpected(request, error)
-        return _error(422, "ValueError", str(error))
+        return _error(422, "ValueError", redaction.text(str(error)))
 
     @app.exception_handler(broker_door.RedisError)
     async def broker_away(_: Request, error: Exception) -> Response:
-        return _error(503, BrokerUnavailable.__name__, f"the broker is away ({error}): try again", headers={"Retry-After": "2"})
+        return _error(503, BrokerUnavailable.__name__, redaction.text(f"the broker is away ({error}): try again"), headers={"Retry-After": "2"})
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:
@@ -425,7 +426,7 @@ def build_app(
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(_: Request, error: StarletteHTTPException) -> Response:
-        return _error(error.status_code, "HTTPError", str(error.detail), headers=dict(error.headers or {}))
+        return _error(error.status_code, "HTTPError", redaction.text(str(error.detail)), headers=dict(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from semantide.shared.job_ending import end_job
 from semantide.shared.job_lock import hold
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs, write_whole
 from semantide.shared.queues import Queues
+from semantide.shared.redaction import Redaction
 from semantide.shared.telemetry import continued_trace, logger
 
 
@@ -56,7 +57,7 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
         return 1
     except Exception as cause:
         log.exception("job failed", job=job_id)
-        state, error = "failed", f"{type(cause).__name__}: {cause}"
+        state, error = "failed", Redaction.of(settings).text(f"{type(cause).__name__}: {cause}")
     while True:
         try:
             end_job(jobs, record, store, context.workdir, state, error=error, outcome=outcome)

@@ -26,6 +26,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_
 
 from semantide.shared.config import Settings
 from semantide.shared.listening import listening_address
+from semantide.shared.redaction import RedactedLines, RedactedSpans, Redaction
 from semantide.shared.version import code_version
 
 _started = False
@@ -37,21 +38,22 @@ def start(process: str, settings: Settings) -> None:
     if _started:
         return
     _started = True
+    redaction = Redaction.of(settings)
     resource = Resource.create({"service.name": f"semantide-{process}", "service.version": code_version()})
     # Without a collector spans only lend their ids to logs and messages; recording them would cost every request time for nothing.
     tracing = TracerProvider(resource=resource, sampler=DEFAULT_ON if settings.otlp_endpoint else ALWAYS_OFF)
     if settings.otlp_endpoint:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{settings.otlp_endpoint.rstrip('/')}/v1/traces")))
+        tracing.add_span_processor(BatchSpanProcessor(RedactedSpans(OTLPSpanExporter(f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"), redaction)))
     trace.set_tracer_provider(tracing)
     metrics.set_meter_provider(MeterProvider(resource=resource, metric_readers=[PrometheusMetricReader()]))
     if settings.metrics_port:
         start_http_server(settings.metrics_port, addr=listening_address(settings.metrics_host))
-    start_logs(process, settings.log_level)
+    start_logs(process, settings.log_level, redaction)
 
 
-def start_logs(process: str, level: str) -> None:
+def start_logs(process: str, level: str, redaction: Redaction | None = None) -> None:
     """One JSON object a line on standard error, for our loggers and everybody else's."""
 
     def add_trace(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
@@ -75,12 +77,11 @@ def start_logs(process: str, level: str) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
-        )
+    lines = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
     )
+    handler.setFormatter(lines if redaction is None else RedactedLines(lines, redaction))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -17,6 +17,7 @@ import pyarrow as pa
 from opentelemetry.metrics import CallbackOptions, Observation
 from pydantic import BaseModel, ConfigDict, Field
 
+from semantide.services.ingestion.answers import Deletion, IntakeAnswer, UserExport
 from semantide.services.ingestion.eventlog import EventLog
 from semantide.services.ingestion.experimentlog import read_experiment
 from semantide.services.ingestion.experiments import report
@@ -73,47 +74,6 @@ class ImportRequest(BaseModel):
     delimiter: str = ""
     encoding: str = "utf-8"
     default_action: str = Field("click", description="Action of rows that name none")
-
-
-class UserExport(BaseModel):
-    """All that is stored of a user. Times are milliseconds since 1970-01-01 UTC."""
-
-    user: str
-    events: list[dict[str, Any]]
-    history: list[dict[str, Any]]
-    datasets: list[str]
-
-
-class Deletion(BaseModel):
-    """A user who was forgotten. ``digest`` tells nobody who it was; ``swept`` is when the last trace was gone, null until then.
-
-    ``found`` counts what was taken away, names the artifacts ``removed``, and those that ``saw`` the user's events: models, catalogs and others that were made of the removed ones.
-    """
-
-    digest: str
-    since: int
-    accept: Literal["never", "later"]
-    job: str | None = None
-    swept: int | None = None
-    found: dict[str, Any] = {}
-
-
-class RefusedRow(BaseModel):
-    """A row that was not taken: its place in the batch, and why."""
-
-    index: int
-    field: str
-    value: str
-    reason: str
-    remedy: str = ""
-
-
-class IntakeAnswer(BaseModel):
-    """What became of a batch; what was accepted is on disk."""
-
-    accepted: int
-    rejected: int
-    errors: list[RefusedRow]
 
 
 _TAKEN: dict[str, Any] = {"status_code": 202, "responses": {202: {"model": IntakeAnswer}}, "response_class": JSONResponse}

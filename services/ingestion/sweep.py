@@ -116,6 +116,9 @@ class Sweep:
             shutil.rmtree(folder / "steps", ignore_errors=True)
             if (rejects := folder / "rejects.jsonl").is_file():
                 self._cut(rejects)
+            outcome = folder / "outcome.json"  # of an ended job: its record has all of it
+            if outcome.is_file() and self._named(outcome.read_text(errors="replace")):
+                outcome.unlink()
 
     def _cut(self, path: Path) -> None:
         lines = path.read_text(errors="surrogateescape").splitlines(keepends=True)

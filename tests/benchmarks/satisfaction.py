@@ -111,7 +111,7 @@ class Walk:
         """Make the base live and the others variants that only those who name them get."""
         self.client.promote(models[BASE], patience_seconds=_PATIENCE_SECONDS)
         wanted = [{"name": name, "model": model, "share": 0.0} for name, model in models.items() if name != BASE]
-        self.client.call("PUT", "/v1/serving/variants", json={"variants": wanted, "force": True}, timeout=_PATIENCE_SECONDS)
+        self.client.call("PUT", "/v1/serving/variants", json={"variants": wanted, "force": True}, timeout_seconds=_PATIENCE_SECONDS)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not all(one["loaded"] for one in self.client.get("/v1/serving/variants")["variants"]):
             if time.monotonic() > deadline:
