@@ -120,12 +120,15 @@ async def live(refresh: Callable[[], Awaitable[None]], seconds: float) -> Any:
 
 
 async def told(action: Callable[[], Awaitable[str]]) -> bool:
-    """Do something and say how it went."""
+    """Do something and say how it went. What began it may be gone from the page by then, the page is not."""
+    page = ui.context.client
     try:
         said = await action()
     except Refused as error:
-        ui.notify(str(error), type="negative", multi_line=True, close_button="Close", timeout=0)
+        with page:
+            ui.notify(str(error), type="negative", multi_line=True, close_button="Close", timeout=0)
         return False
     if said:
-        ui.notify(said, type="positive")
+        with page:
+            ui.notify(said, type="positive")
     return True

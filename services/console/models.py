@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ async def show(stack: Stack) -> None:
         models = ui.element("div")
     with ui.element("div").classes("grid"):
         with card("Split users"):
-            splits = ui.element("div")
+            offer = _splits(stack, lambda: fill())
         with card("A/B"):
             trials = ui.element("div")
     with card("Evaluations"):
@@ -126,9 +126,7 @@ async def show(stack: Stack) -> None:
                 now,
                 promote,
             )
-        splits.clear()
-        with splits:
-            _splits(stack, cards or [], variants, fill)
+        offer(cards or [], variants)
         rows = evaluations([job for job in jobs if job["spec"]["kind"] == "evaluate"])
         judged.show([(f"{place}", _evaluation(row, now)) for place, row in enumerate(rows[:_SHOWN])])
         decided.show([(f"{decision['time']}", _decision(decision, now)) for decision in reversed((decisions or {}).get("decisions", [])[-_SHOWN:])])
@@ -183,12 +181,13 @@ def _promotion(model: str, promote: Any) -> None:
         ui.button("If not worse", on_click=lambda: promote(model, True)).props(f'no-caps dense flat aria-label="Promote {short(model)} if it is not worse"')
 
 
-def _splits(stack: Stack, cards: list[Any], variants: Sequence[Mapping[str, Any]], fill: Any) -> None:
-    options = {each["model"]: f"{short(each['model'])} ({each.get('recipe', '-')})" for each in cards if each.get("model_type") == "generator"}
+def _splits(stack: Stack, fill: Callable[[], Awaitable[None]]) -> Callable[[list[Any], Sequence[Mapping[str, Any]]], None]:
+    """The form; what is returned tells it which models and variants there are, and leaves what was filled in."""
+    others: list[dict[str, Any]] = []
     note("Some of the users are answered by another model; the live one keeps the rest.")
     with ui.element("div").classes("line"):
         name = ui.input("Name of the variant", value="challenger").props("outlined dense")
-        model = ui.select(options, label="Model").props("outlined dense")
+        model = ui.select({}, label="Model").props("outlined dense")
         part = ui.number("Share of users, %", value=10, min=0, max=100).props("outlined dense")
 
     async def put(wanted: list[dict[str, Any]], said: str) -> None:
@@ -198,8 +197,6 @@ def _splits(stack: Stack, cards: list[Any], variants: Sequence[Mapping[str, Any]
             return said
 
         await told(act)
-
-    others = [{key: side[key] for key in ("name", "model", "catalog", "share")} for side in variants if side["name"] != "live"]
 
     async def begin() -> None:
         if not model.value or not name.value:
@@ -212,7 +209,16 @@ def _splits(stack: Stack, cards: list[Any], variants: Sequence[Mapping[str, Any]
 
     with ui.element("div").classes("line"):
         ui.button("Begin or change", on_click=begin).props("no-caps outline")
-        ui.button("End the split", on_click=lambda: put([], "The live model answers everybody.")).props("no-caps flat").set_enabled(bool(others))
+        end = ui.button("End the split", on_click=lambda: put([], "The live model answers everybody.")).props("no-caps flat")
+
+    def update(cards: list[Any], variants: Sequence[Mapping[str, Any]]) -> None:
+        options = {each["model"]: f"{short(each['model'])} ({each.get('recipe', '-')})" for each in cards if each.get("model_type") == "generator"}
+        if model.options != options:
+            model.set_options(options, value=model.value if model.value in options else None)
+        others[:] = [{key: side[key] for key in ("name", "model", "catalog", "share")} for side in variants if side["name"] != "live"]
+        end.set_enabled(bool(others))
+
+    return update
 
 
 def _evaluation(row: Mapping[str, Any], now: float) -> list[Cell]:

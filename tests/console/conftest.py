@@ -64,9 +64,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             run("ingest", str(folder / "in"))
             run("dataset")
             run("tokenize", "--set", "level_sizes=[8,8,8]")
-            run("train", "--recipe", "tiny", "--set", "epochs=2")
+            run("train", "--recipe", "tiny", "--set", "epochs=2", "--set", "log_every=1")
             run("promote")
-            run("train", "--recipe", "tiny", "--set", "epochs=1", "--seed", "3")
+            run("train", "--recipe", "tiny", "--set", "epochs=1", "--set", "log_every=1", "--seed", "3")
             until(lambda: client.get("/v1/serving/live")["loaded_model"] is not None)
             models = [job["artifacts"]["model"] for job in client.get("/v1/jobs", kind="train")]
             yield Site(stack.url, client, models)

@@ -162,10 +162,12 @@ def test_models_are_promoted_split_and_rolled_back(visitor: Visitor, site: Site)
     short = f"models/{other.partition('sha256-')[2][:10]}"
     page.get_by_role("button", name=f"Promote {short}", exact=True).click()
     until(lambda: site.client.get("/v1/serving/live")["model"] == other)
+    page.wait_for_selector(f"text={short} is live.")
     page.get_by_label("Reason").fill("as before")
     page.get_by_role("button", name="Roll back").click()
     until(lambda: site.client.get("/v1/serving/live")["model"] == live)
     assert site.client.get("/v1/serving/decisions")["decisions"][-1]["reason"] == "as before"
+    page.wait_for_selector("text=is live again.")
     page.get_by_label("Model", exact=True).click()
     page.get_by_role("option", name=short).click()
     page.get_by_role("button", name="Begin or change").click()
