@@ -55,7 +55,7 @@ def said_seconds(header: str | None, now: float) -> float | None:
     """What ``Retry-After`` asks for, in seconds or as a date; None where it says nothing that can be read."""
     if header is None:
         return None
-    if header.strip().isdigit():
+    if header.strip().isascii() and header.strip().isdigit():
         return float(header)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)

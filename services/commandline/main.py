@@ -132,6 +132,8 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """Import items and interactions. Rejected rows are listed in a file, with reasons; then the exit status is 1."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name a file or a folder")
     client = Client(Settings())
     record, uploaded = client.begin_import(path, **{**config_of(overrides), **({"format": format} if format else {})})
     record = finish_job(client, record, wait=wait, as_json=as_json)

@@ -156,7 +156,7 @@ def test_older_clusters_are_refused(refuse: Callable[..., str]) -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_deployment_for_every_room_and_its_command_exists(render: Render, profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(local, "serve", lambda names, settings: ran.append(["api", *names]))
+    monkeypatch.setattr(local, "serve", lambda names, settings, console=False: ran.append(["api", *names]))
     monkeypatch.setattr(local, "work", lambda name, settings: ran.append(["worker", name]))
     deployments = rooms_of(render(profile))
     assert set(deployments) == {"shop-semantide-api", *(f"shop-semantide-worker-{room}" for room in ROOMS)}

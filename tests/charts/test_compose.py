@@ -38,7 +38,7 @@ def rooms(compose: dict[str, Any]) -> dict[str, Any]:
 
 def test_one_api_and_a_worker_for_every_room(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(local, "serve", lambda names, settings: ran.append(["api", *names]))
+    monkeypatch.setattr(local, "serve", lambda names, settings, console=False: ran.append(["api", *names]))
     monkeypatch.setattr(local, "work", lambda name, settings: ran.append(["worker", name]))
     for service in rooms.values():
         assert local.main(service["command"]) == 0

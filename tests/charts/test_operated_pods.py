@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from semantide.operators.job_pods import gang_manifests
-from semantide.operators.loads import METRICS_PORT
 from semantide.operators.resources import API_VERSION, JOB_LABEL, SERVICE_LABEL, NPUJob, NPUService, PodPlacement
 from semantide.operators.service_pods import replica_manifests, service_revision
 from semantide.operators.settings import OperatorSettings
@@ -110,7 +109,7 @@ def test_replicas_are_reached_as_apis_are(render: Render, namespaces: str) -> No
     operator = of_kind(manifests, "Deployment")["shop-semantide-operator"]["spec"]["template"]["metadata"]["labels"]
     assert peer["namespaceSelector"] == {} and chosen(peer["podSelector"], operator) and not chosen(peer["podSelector"], {})
     told = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
-    assert told["SEMANTIDE_METRICS_PORT"] == str(port["port"]) == str(METRICS_PORT)
+    assert told["SEMANTIDE_METRICS_PORT"] == str(port["port"]) == "9100"
     named = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
     assert {port["port"] for rule in rules for port in rule["ports"]} <= named
 

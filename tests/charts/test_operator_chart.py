@@ -254,4 +254,4 @@ def test_the_page_and_the_schema_have_every_setting(environment_table: ModuleTyp
 def test_the_page_tells_no_name_that_is_not_there(environment_table: ModuleType) -> None:
     page = environment_table.OPERATOR_PAGE.read_text()
     for name in re.findall(r"`([a-z]+_[a-z_]+)`", page):
-        assert name in OperatorSettings.model_fields or name in ("job_runner",), name
+        assert name in OperatorSettings.model_fields or name in ("job_runner", "super_pod_list"), name

@@ -24,7 +24,7 @@ def test_everybody_names_the_same_version(lint: ModuleType) -> None:
     assert yaml.safe_load((lint.CHART / "Chart.yaml").read_text())["appVersion"] == version
     places = [OperatorSettings.model_fields["image"].default]
     places += [path.read_text() for path in (*lint.CHART.glob("values*.yaml"), *(REPOSITORY / "docs").glob("*.md"))]
-    named = {found for text in places for found in re.findall(r"semantide(?:-operator)?:([0-9][0-9.]*)", text)}
+    named = {found for text in places for found in re.findall(r"(?<!/)semantide(?:-operator)?:([0-9][0-9.]*)", text)}
     assert named == {version}
 
 

@@ -15,7 +15,8 @@ from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import PermanentError
 from semantide.shared.job_lock import hold
 from semantide.shared.job_ranks import rank_failure, run_rank
-from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs, run_job
+from semantide.shared.job_process import run_job
+from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs
 
 
 def test_the_second_is_turned_away(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_server_on_one_address_answers_there_alone() -> None:
 
 def test_pages_of_figures_answer_at_both_kinds() -> None:
     hosts = loopbacks()
-    page = Page(0, lambda: b"", lambda: True, lambda: True)
+    page = Page(0, lambda: b"", dict, lambda: True, lambda: True)
     page.start()
     figures, thread = prometheus_client.start_http_server(0, addr=listening_address("::"))
     try:

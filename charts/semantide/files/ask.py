@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
 import urllib.request
 
-ADDRESS, KEY = sys.argv[1], os.environ["SEMANTIDE_API_KEYS"].split(",")[0].strip()
+ADDRESS = sys.argv[1]
+# Of KEY, ROLE:KEY and NAME@ROLE:KEY: whoever may do anything may ask.
+KEY = re.sub(r"^(?:[A-Za-z0-9._-]+@)?(?:read|write|admin):", "", os.environ["SEMANTIDE_API_KEYS"].split(",")[0].strip())
 
 
 def call(path, body=None, patience=60.0):
