@@ -14,8 +14,8 @@ import pytest
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import PermanentError
 from semantide.shared.job_lock import hold
-from semantide.shared.job_ranks import rank_failure, run_rank
 from semantide.shared.job_process import run_job
+from semantide.shared.job_ranks import rank_failure, run_rank
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs
 
 
