@@ -9,7 +9,7 @@ import httpx
 from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.errors import TransientError
-from semantide.shared.http import APIRouter, HTMLResponse, IdempotencyKey, Query, Response
+from semantide.shared.http import APIRouter, IdempotencyKey, Query, Response
 from semantide.shared.job_ending import report_of
 from semantide.shared.jobs import Jobs, end_of_file
 from semantide.shared.room import Room
@@ -51,7 +51,13 @@ def build(room: Room) -> APIRouter:
         jobs.get(job_id)
         return jobs.metrics(job_id, after)
 
-    @router.get("/jobs/{job_id}/report", tags=["jobs"], summary="The job and its metrics as one HTML page with plots", response_class=HTMLResponse)
+    @router.get(
+        "/jobs/{job_id}/report",
+        tags=["jobs"],
+        summary="The job and its metrics as one HTML page with plots",
+        response_class=Response,
+        responses={200: {"content": {"text/html": {}}}},
+    )
     def report(job_id: str) -> Response:
         text = report_of(jobs.get(job_id), jobs, room.store, room.settings.data_dir / "jobs" / job_id)
         return Response(text, media_type="text/html; charset=utf-8")

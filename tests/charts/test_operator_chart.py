@@ -15,6 +15,7 @@ from pydantic.alias_generators import to_camel
 from semantide.operators.cluster import KINDS
 from semantide.operators.job_pods import gang_name
 from semantide.operators.lease import Lease
+from semantide.operators.meters import Meters
 from semantide.operators.pod_template import TEMPLATE_FIELDS, check_template
 from semantide.operators.resources import NPUJob, NPUJobSpec, NPUJobStatus, NPUServiceSpec, NPUServiceStatus
 from semantide.operators.settings import OperatorSettings
@@ -253,5 +254,6 @@ def test_the_page_and_the_schema_have_every_setting(environment_table: ModuleTyp
 
 def test_the_page_tells_no_name_that_is_not_there(environment_table: ModuleType) -> None:
     page = environment_table.OPERATOR_PAGE.read_text()
+    metrics = Meters().page().decode()
     for name in re.findall(r"`([a-z]+_[a-z_]+)`", page):
-        assert name in OperatorSettings.model_fields or name in ("job_runner", "super_pod_list"), name
+        assert name in OperatorSettings.model_fields or name in ("job_runner", "super_pod_list") or f"# TYPE {name} " in metrics, name
