@@ -42,6 +42,7 @@ IMPORTED = (
     "opentelemetry.sdk.trace",
     "opentelemetry.sdk.trace.export",
     "opentelemetry.sdk.trace.sampling",
+    "opentelemetry.trace",
     "polars",
     "prometheus_client",
     "pyarrow",

@@ -21,7 +21,8 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import NotFound, TransientError
 from semantide.shared.http import APIRouter, build_app
-from semantide.shared.jobs import JobContext, JobOutcome, Jobs, run_job
+from semantide.shared.job_process import run_job
+from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.redaction import RedactedLines, RedactedSpans, Redaction
 
 SECRETS = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=",:/@?#[]"), min_size=8, max_size=40).filter(
