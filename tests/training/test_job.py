@@ -142,13 +142,13 @@ def test_a_hybrid_trained_in_bfloat16_has_nearly_the_losses_and_the_very_types_o
 ) -> None:
     config = hybrid(["linear_attention", "kda", "full_attention"], attention_gate=True, merger={"enabled": merged})
     losses, types = [], []
+    # At ten times this rate two runs part by several percent, up or down, whatever it is that differs in them.
+    config |= {"epochs": 3, "learning_rate": 1e-3}
     for dtype in ("float32", "bfloat16"):
-        folder = store.get(
-            run(make_job("train", recipe="hybrid-tiny", config={**config, "epochs": 3, "dtype": dtype}, inputs=inputs, seed=1)).artifacts["model"]
-        )
+        folder = store.get(run(make_job("train", recipe="hybrid-tiny", config={**config, "dtype": dtype}, inputs=inputs, seed=1)).artifacts["model"])
         losses.append(json.loads((folder / "semantide.json").read_text())["metrics"]["loss"])
         types.append({name: tensor.dtype for name, tensor in Generator.from_pretrained(folder).state_dict().items()})
-    assert losses[1] == pytest.approx(losses[0], rel=0.03) and losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01) and losses[1] != losses[0]
     assert types[0] == types[1] and set(types[0].values()) == {torch.float32}
 
 
