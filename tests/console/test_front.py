@@ -11,6 +11,7 @@ import pytest
 from semantide.services.console import sessions
 from semantide.services.console.answers import Refused, all_of, known
 from semantide.services.console.api import Console, RestStack
+from semantide.shared.api_keys import ApiKey
 from semantide.shared.http import FastAPI, JSONResponse, Request, Response
 
 HTML = {"accept": "text/html"}
@@ -43,7 +44,7 @@ async def pages(scope: dict[str, Any], receive: Any, send: Any) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.accept"})
         return
-    await Response(f"pages of {scope['semantide_key']}")(scope, receive, send)
+    await Response(f"pages of {scope['semantide_key'].secret}")(scope, receive, send)
 
 
 pages.router = FastAPI().router  # type: ignore[attr-defined]
@@ -53,7 +54,7 @@ pages.router = FastAPI().router  # type: ignore[attr-defined]
 def front(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr("semantide.services.console.api._WRONG_KEY_SECONDS", 0.0)
     app = api()
-    return Console(app, pages, ["key-a", "key-b"], httpx.AsyncClient(base_url="http://stack", transport=httpx.ASGITransport(app)))
+    return Console(app, pages, [ApiKey("key-a"), ApiKey("key-b")], httpx.AsyncClient(base_url="http://stack", transport=httpx.ASGITransport(app)))
 
 
 def ask(front: Console, method: str, path: str, **options: Any) -> httpx.Response:
@@ -139,14 +140,14 @@ def test_reports_are_fetched_with_the_sessions_key(front: Console) -> None:
 def test_a_refusal_says_what_the_stack_says() -> None:
     async def run() -> None:
         client = httpx.AsyncClient(base_url="http://stack", transport=httpx.ASGITransport(api()))
-        stack = RestStack(client, "key")
+        stack = RestStack(client, ApiKey("key"))
         with pytest.raises(Refused, match="no job 'gone'"):
             await stack.get("/v1/jobs/gone/report")
         with pytest.raises(Refused, match="502 Bad Gateway"):
             await stack.get("/v1/broken")
-        assert await known(stack, "/v1/jobs/gone/report") is None and await known(stack, "/nowhere") is None
+        assert await known(stack, "/v1/jobs/gone/report") is None and await known(stack, "/v1/catalogs/gone/report") is None
         assert await all_of(stack, "/v1/jobs/{}/report", ["gone", "there"]) == {"there": "there for Bearer key"}
         with pytest.raises(Refused, match="is it running"):
-            await RestStack(httpx.AsyncClient(base_url="http://127.0.0.1:1"), "key").get("/v1/jobs")
+            await RestStack(httpx.AsyncClient(base_url="http://127.0.0.1:1"), ApiKey("key")).get("/v1/jobs")
 
     asyncio.run(run())
