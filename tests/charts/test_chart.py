@@ -358,7 +358,9 @@ def test_a_cluster_that_does_not_know_replicas_yet_gets_the_rest(render: Render,
     manifests = render("", *REPLICAS)
     assert not of_kind(manifests, "NPUService") and not [name for manifest in manifests if "router" in (name := manifest["metadata"]["name"])]
     paths = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]["http"]["paths"]
-    assert {path["backend"]["service"]["name"] for path in paths if path["path"] != "/console"} == {"shop-semantide-api"}, "until then the API answers what routers will"
+    assert {path["backend"]["service"]["name"] for path in paths if path["path"] != "/console"} == {"shop-semantide-api"}, (
+        "until then the API answers what routers will"
+    )
     notes = lint.helm("install", "shop", str(lint.CHART), "--dry-run=client", *REPLICAS).stdout.partition("NOTES:")[2]
     assert "servingReplicas and their routers were left out" in notes and "helm upgrade shop" in notes
 

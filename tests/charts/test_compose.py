@@ -135,7 +135,9 @@ def test_watching_is_asked_for(compose: dict[str, Any]) -> None:
 def test_prometheus_asks_every_process_and_the_collector(compose: dict[str, Any], rooms: dict[str, Any]) -> None:
     config = yaml.safe_load((REPOSITORY / "docker" / "prometheus.yaml").read_text())
     jobs = {job["job_name"]: [target for group in job["static_configs"] for target in group["targets"]] for job in config["scrape_configs"]}
-    assert set(jobs["semantide"]) == {f"{name}:{service['environment']['SEMANTIDE_METRICS_PORT']}" for name, service in [*rooms.items(), ("console", compose["services"]["console"])]}
+    assert set(jobs["semantide"]) == {
+        f"{name}:{service['environment']['SEMANTIDE_METRICS_PORT']}" for name, service in [*rooms.items(), ("console", compose["services"]["console"])]
+    }
     (spread,) = (job["dns_sd_configs"] for job in config["scrape_configs"] if "dns_sd_configs" in job)
     port = int(compose["services"]["replica"]["environment"]["SEMANTIDE_METRICS_PORT"])
     assert {(name, each["port"]) for each in spread for name in each["names"]} == {(name, port) for name in SPREAD}

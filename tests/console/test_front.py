@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,8 +11,9 @@ import pytest
 
 from semantide.services.console import sessions
 from semantide.services.console.answers import Refused, all_of, known
-from semantide.services.console.api import Console, RestStack
+from semantide.services.console.api import Console, RestStack, open_alone
 from semantide.shared.api_keys import ApiKey
+from semantide.shared.config import Settings
 from semantide.shared.http import FastAPI, JSONResponse, Request, Response
 
 HTML = {"accept": "text/html"}
@@ -135,6 +137,21 @@ def test_reports_are_fetched_with_the_sessions_key(front: Console) -> None:
     assert ask(front, "GET", "/console/reports/train-1", headers=SIGNED).text == "train-1 for Bearer key-b"
     gone = ask(front, "GET", "/console/reports/gone", headers=SIGNED)
     assert (gone.status_code, gone.text) == (404, "no job 'gone'")
+
+
+def test_alone_it_says_whether_the_apis_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("semantide.services.console.site.mount", lambda app, root, stack_of: pages)
+    with pytest.raises(ValueError, match="SEMANTIDE_CONSOLE_STACK says where"):
+        open_alone(Settings(data_dir=tmp_path / "data", api_keys="key-a", console_stack=""))
+    alone = open_alone(Settings(data_dir=tmp_path / "data", api_keys="key-a,read:key-b", console_stack="http://127.0.0.1:1"))
+    assert ask(alone, "GET", "/healthz").status_code == 200
+    away = ask(alone, "GET", "/readyz")
+    assert away.status_code == 200 and away.json()["status"] == "degraded" and "http://127.0.0.1:1" in away.json()["problems"][0]
+    assert ask(alone, "GET", "/console/", auth=("anybody", "key-b")).text == "pages of key-b"
+    assert ask(alone, "GET", "/", headers=HTML).headers["location"] == "/console/"
+    for path in ("/v1/jobs", "/metrics", "/docs", "/openapi.json"):
+        assert ask(alone, "GET", path, headers={"x-api-key": "key-a"}).status_code == 404
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_refusal_says_what_the_stack_says() -> None:
