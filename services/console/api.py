@@ -111,7 +111,7 @@ class Console:
             if key is None or not _own_origin(headers):
                 await send({"type": "websocket.close", "code": 1008})
                 return
-            await self._pages({**scope, "semantide_key": key}, receive, send)
+            await self._pages({**scope, "semantide_key": key}, self._while_held(headers, receive, send), send)
             return
         send = _with_headers(send)
         # A browser sends cookies and Basic credentials along with whatever page asks it to.
@@ -130,6 +130,18 @@ class Console:
             await Response(status_code=307, headers={"location": f"{ROOT}/"})(scope, receive, send)
         else:
             await self._pages({**scope, "semantide_key": key}, receive, send)
+
+    def _while_held(self, headers: dict[bytes, bytes], receive: Any, send: Any) -> Any:
+        """An open page says something every half minute: it is cut off once its session has ended."""
+
+        async def held() -> dict[str, Any]:
+            message: dict[str, Any] = await receive()
+            if message["type"] == "websocket.receive" and self._key(headers) is None:
+                await send({"type": "websocket.close", "code": 1008})
+                return {"type": "websocket.disconnect", "code": 1008}
+            return message
+
+        return held
 
     def _key(self, headers: dict[bytes, bytes]) -> ApiKey | None:
         held = sessions.holder(sessions.cookie_of(headers.get(b"cookie", b"").decode("latin-1")), list(self._keys), time.time())

@@ -169,7 +169,7 @@ def test_reasons_are_those_of_the_gate(role: str) -> None:
     assert (barred(stack, "POST", "/v1/serving/promote") == "") == (barred(stack, "GET", "/v1/nowhere") == "") == (role == "admin")
 
 
-def test_a_websocket_wants_a_session(front: Front) -> None:
+def test_a_websocket_wants_a_session(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     front.client.cookies.clear()
     wrong = [{}, {"cookie": "semantide_console=4000000000.a.b"}, {"authorization": "Bearer nobody"}, {"x-api-key": ""}]
     for path in (SOCKET, "/console", "/console/", "/console/jobs", "/console/login", "/console/logout"):
@@ -184,7 +184,15 @@ def test_a_websocket_wants_a_session(front: Front) -> None:
     polling = SOCKET.replace("websocket", "polling")
     assert front.client.get(polling).status_code == front.client.post(polling).status_code == 401
     front.sign_in("read")
-    with front.client.websocket_connect(SOCKET, headers={"upgrade": "websocket"}) as socket:
-        assert socket.receive_text().startswith("0{")
     with pytest.raises(WebSocketDisconnect), front.client.websocket_connect(SOCKET, headers={"origin": "http://evil.example"}):
         pass
+    with front.client.websocket_connect(SOCKET, headers={"upgrade": "websocket"}) as socket:
+        assert socket.receive_text().startswith("0{")
+        socket.send_text("40")
+        assert socket.receive_text().startswith("40")
+        # Once the session has ended, so does what was opened in it.
+        monkeypatch.setattr("semantide.services.console.api.time.time", lambda: 1e10)
+        socket.send_text("3")
+        with pytest.raises(WebSocketDisconnect) as ended:
+            socket.receive_text()
+        assert ended.value.code == 1008
