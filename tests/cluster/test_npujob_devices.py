@@ -34,6 +34,8 @@ def npujob(name: str, pods: int, npus: int) -> Object:
     """A gang that asks for the plugin's devices."""
     spec = {"kind": "train", "image": BASE_IMAGE, "command": ["python3", "-c", SCRIPT], "worldSize": pods, "npusPerPod": npus, "profile": "ascend"}
     return {
+        "apiVersion": "semantide.io/v1alpha1",
+        "kind": "NPUJob",
         "metadata": {"name": name},
         "spec": spec | {"resourceName": RESOURCE, "restartPolicy": {"limit": 0}, "template": {"imagePullPolicy": "IfNotPresent"}},
     }
