@@ -14,7 +14,7 @@ from .job_play import JOB, RESOURCE
 from .kubelet import Kubelet
 from .operator_process import OperatorProcess
 
-pytestmark = [pytest.mark.cluster_nodes, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 # A rank that waits until it was told where the first one is, and leaves what it saw as its last words.
 SCRIPT = f"""
@@ -34,6 +34,8 @@ def npujob(name: str, pods: int, npus: int) -> Object:
     """A gang that asks for the plugin's devices."""
     spec = {"kind": "train", "image": BASE_IMAGE, "command": ["python3", "-c", SCRIPT], "worldSize": pods, "npusPerPod": npus, "profile": "ascend"}
     return {
+        "apiVersion": "semantide.io/v1alpha1",
+        "kind": "NPUJob",
         "metadata": {"name": name},
         "spec": spec | {"resourceName": RESOURCE, "restartPolicy": {"limit": 0}, "template": {"imagePullPolicy": "IfNotPresent"}},
     }
