@@ -14,7 +14,15 @@ _SAID = re.compile(
     re.DOTALL,
 )
 # The same again wherever it is tried: the work is larger than the device, or wrong.
-_OF_THE_WORK = ("out of memory", "device-side assert", "no kernel image", "invalid device function", "invalid argument", "invalid configuration", "invalid device ordinal")
+_OF_THE_WORK = (
+    "out of memory",
+    "device-side assert",
+    "no kernel image",
+    "invalid device function",
+    "invalid argument",
+    "invalid configuration",
+    "invalid device ordinal",
+)
 
 
 def device_failed(cause: BaseException | None) -> bool:

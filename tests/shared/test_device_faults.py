@@ -78,6 +78,12 @@ def test_a_rank_whose_device_failed_ends_nobodys_job_whatever_the_others_say(bro
 
     for rank, error in enumerate(errors):
         assert run_rank(
-            job.id, rank, lambda context, error=error: work(context, error), settings, ArtifactStore(settings.artifacts_root), broker, Queues(settings.redis_url)
+            job.id,
+            rank,
+            lambda context, error=error: work(context, error),
+            settings,
+            ArtifactStore(settings.artifacts_root),
+            broker,
+            Queues(settings.redis_url),
         )
         assert (rank_failure(workdir) is None) == (rank > 0)
