@@ -48,7 +48,7 @@ STEP_SECONDS_ANNOTATION = f"{GROUP}/step-seconds"  # JSON: {rank: seconds}
 ProfileName = Literal["ascend", "nvidia", "cpu"]
 SchedulerName = Literal["own", "volcano", "native"]
 JobPhase = Literal["Pending", "Placing", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
-ServicePhase = Literal["Pending", "Rolling", "Running", "Degraded", "Suspended", "Failed"]
+ServicePhase = Literal["Pending", "Rolling", "Running", "Degraded", "Suspended"]
 ENDED_PHASES: tuple[JobPhase, ...] = ("Succeeded", "Failed")
 
 

@@ -236,7 +236,37 @@ def test_helm_test_asks_for_a_recommendation(render: Render, live: Manifest, ite
     assert ("/v1/recommendations" in {path for path, _ in seen}) == bool(live["model"])
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+
+
+@needs_promtool
+@pytest.mark.parametrize(("figures", "minutes", "told"), [
+    # A rollout in place whose image nobody has: the phase is Rolling for ever.
+    ({"wished_replicas": 2, "replicas": 1, "outdated_replicas": 1, "services": ("Rolling", 1)}, 5, set()),
+    ({"wished_replicas": 2, "replicas": 1, "outdated_replicas": 1, "services": ("Rolling", 1)}, 15, {"SemantideServiceShort"}),
+    ({"wished_replicas": 2, "replicas": 1, "outdated_replicas": 1, "services": ("Rolling", 1)}, 45, {"SemantideServiceShort", "SemantideRolloutStuck"}),
+    ({"wished_replicas": 2, "replicas": 2, "outdated_replicas": 2, "services": ("Rolling", 1)}, 45, {"SemantideRolloutStuck"}),
+    ({"wished_replicas": 2, "replicas": 2, "outdated_replicas": 0, "services": ("Running", 1)}, 45, set()),
+    ({"wished_replicas": 2, "replicas": 2, "outdated_replicas": 0, "services": ("Degraded", 1)}, 15, {"SemantideServiceShort"}),
+    ({"wished_replicas": 0, "replicas": 0, "outdated_replicas": 0, "services": ("Suspended", 1)}, 45, set()),
+])  # fmt: skip
+def test_a_service_that_is_short_or_hangs_in_a_rollout_raises_an_alert(tmp_path: Path, figures: dict[str, Any], minutes: int, told: set[str]) -> None:
+    of_service = 'namespace="ops", exported_namespace="lab", service="shop"'
+    phase, number = figures.pop("services")
+    series = [{"series": f"semantide_operator_{name}{{{of_service}}}", "values": f"{value}x60"} for name, value in figures.items()]
+    series.append({"series": f'semantide_operator_services{{namespace="ops", phase="{phase}"}}', "values": f"{number}x60"})
+    asked_alerts = {"SemantideServiceShort", "SemantideRolloutStuck"}
+    query = [{"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)', "eval_time": f"{minutes}m"} for name in sorted(asked_alerts)]
+    expected = [
+        {**asked, "exp_samples": [{"labels": "{}", "value": 1 if name in told else 0}]} for asked, name in zip(query, sorted(asked_alerts), strict=True)
+    ]
+    test = {"rule_files": [str(FILES / "alerts.yaml")], "evaluation_interval": "1m", "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}]}
+    (tmp_path / "test.yaml").write_text(json.dumps(test))
+    outcome = subprocess.run(["promtool", "test", "rules", "test.yaml"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+@needs_promtool
 def test_prometheus_itself_understands_every_expression(tmp_path: Path) -> None:
     shown = [expression for _, expression in expressions()]
     for variable, value in (("$__rate_interval", "5m"), ("$__interval", "1m"), ("$namespace", ".*")):
