@@ -7,6 +7,7 @@ from json import dumps
 from typing import Any
 
 from semantide.operators.actions import Remove
+from semantide.operators.pod_resources import threads_of
 from semantide.operators.pod_template import Container, child_name, full_template, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, has_ranks, ranks_per_pod, reads_table, table_name
@@ -104,7 +105,10 @@ def _pod(
         },
         image=job.spec.image or settings.image,
         command=job.spec.command or (*_ENTRY, job.spec.job_id or job.name),
-        environment=_environment(job, placement, rank, gang, attempt, settings, int(template.get("terminationGracePeriodSeconds", settings.stop_seconds))),
+        environment=[
+            *_environment(job, placement, rank, gang, attempt, settings, int(template.get("terminationGracePeriodSeconds", settings.stop_seconds))),
+            *threads_of(template),
+        ],
         resources=resources,
         restart="Never",
         node=mine.node,

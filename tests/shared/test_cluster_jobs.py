@@ -19,7 +19,7 @@ from kubernetes import client as kubernetes_client
 from semantide.operators import resources
 from semantide.shared import npujob
 from semantide.shared.cluster_jobs import ClusterRunner, NPUJobs
-from semantide.shared.contracts import ENDED, ClusterWish, JobRecord, JobSpec
+from semantide.shared.contracts import ENDED, JOB_ROOMS, ClusterWish, JobRecord, JobSpec
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.jobs import Jobs
 from semantide.shared.npujob import Create, Delete, Deployment, End, Found, Note, body, found_of, name_of, next_step, step_after_end
@@ -53,13 +53,29 @@ def test_a_job_asks_for_the_pods_that_its_processes_need() -> None:
     assert (spec({"processes": 4})["worldSize"], spec({"processes": 4})["npusPerPod"]) == (1, 4)
     assert (spec({"processes": 3}, npus_per_pod=0)["worldSize"], spec({"processes": 3}, npus_per_pod=0)["npusPerPod"]) == (3, 0)
     assert spec({"processes": 16}, pods=4)["worldSize"] == 4
-    assert spec(pods=4, kind="tokenize")["worldSize"] == 1, "only training is shared by ranks"
+    assert (spec(pods=4, kind="align")["worldSize"], spec({"processes": 16}, kind="align")["worldSize"]) == (4, 2)
     assert (spec(kind="tokenize")["npusPerPod"], spec(kind="tokenize")["template"]) == (0, {"env": []})
     assert spec(pods=4, least_pods=2, most_pods=8)["elastic"] == {"min": 2, "max": 8}
     assert spec(priority=5, deadline_seconds=60)["priority"] == 5 and "priority" not in spec()
     assert spec()["command"] == ["semantide", "pod", "train-1"] and spec()["restartPolicy"] == {"limit": 4}
     with pytest.raises(BadData, match="12 processes cannot be shared by pods of 8"):
         spec({"processes": 12})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in JOB_ROOMS if kind not in ("train", "align")])
+@pytest.mark.parametrize("wish", [{"pods": 4}, {"least_pods": 2}, {"most_pods": 3}])
+def test_work_that_one_pod_does_alone_is_refused_in_several(kind: str, wish: dict[str, int]) -> None:
+    ((name, value),) = wish.items()
+    with pytest.raises(BadData, match=rf"cluster\.{name} is {value}, and a job of kind {kind} .* only train and align are shared"):
+        spec(kind=kind, **wish)
+    assert spec(kind=kind, pods=1, npus_per_pod=0)["worldSize"] == 1
+    for own, said in (({"worldSize": 2}, "worldSize is 2"), ({"elastic": {"min": 1, "max": 4}}, r"elastic\.max is 4")):
+        with pytest.raises(BadData, match=rf"jobKinds\.{kind}\.{said}"):
+            body(record(spec=JobSpec(kind=kind)), Deployment(kinds={kind: own}), 5)
+    everywhere = Deployment(default={"worldSize": 4, "elastic": {"min": 2, "max": 8}})
+    made = body(record(spec=JobSpec(kind=kind)), everywhere, 5)["spec"]
+    assert made["worldSize"] == 1 and "elastic" not in made, "what is said of all kinds is meant where it can be"
+    assert body(record(), everywhere, 5)["spec"]["worldSize"] == 4
 
 
 states = st.builds(
