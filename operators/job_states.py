@@ -1,4 +1,4 @@
-"""What becomes of one job: its phase, and what must be done to its pods. Pure; where a gang goes is decided for all jobs together (``rounds.py``).
+"""What becomes of one job: its phase, and what must be done to its pods. Pure; where a gang goes is decided for all jobs together (``reconcile.py``, ``waiting_line.py``).
 
     Pending -> Placing -> Running -> Succeeded
        ^         |          |

@@ -177,14 +177,14 @@ def start(make_room: Callable[[str], Any], cluster: Any) -> Iterator[Callable[[]
     runners: list[ClusterRunner] = []
     script = Path(__file__).with_name("pod_run.py")
 
-    def begin(**deployment: Any) -> tuple[Jobs, ClusterRunner]:
+    def begin(idle_seconds: float = 0.2, **deployment: Any) -> tuple[Jobs, ClusterRunner]:
         room = make_room("training")
         common = {"default": {"profile": "cpu", "command": [sys.executable, str(script), "pod"]}, **deployment}
         room = replace(room, settings=room.settings.model_copy(update={"cluster_jobs": common, "job_attempts": 3}))
         configuration = kubernetes_client.Configuration()
         configuration.host, configuration.retries = cluster.url, False
         api = kubernetes_client.CustomObjectsApi(kubernetes_client.ApiClient(configuration))
-        runners.append(ClusterRunner(room, NPUJobs("jobs", api), look_seconds=0.1))
+        runners.append(ClusterRunner(room, NPUJobs("jobs", api), look_seconds=0.1, idle_seconds=idle_seconds))
         runners[-1].start()
         return Jobs(room.broker, room.queues), runners[-1]
 
@@ -236,6 +236,38 @@ def test_a_job_runs_in_pods_and_says_what_it_did(cluster: Any, start: Any, pods:
     assert progress(cluster, job.id)["total"] == 30
     with pytest.raises(Conflict):
         jobs.cancel(job.id)
+
+
+def test_a_list_that_is_a_moment_old_ends_no_job_and_long_ones_come_in_pages(cluster: Any, start: Any) -> None:
+    jobs, _ = start()
+    made = [submit(jobs, steps=10_000, pause=0.05) for _ in range(3)]
+    wait_until(lambda: all(jobs.get(job.id).done > 2 for job in made))
+    cluster.unheard = {made[0].id}
+    asked = len(cluster.requests)
+    wait_until(lambda: cluster.requests[asked:].count(f"GET {made[0].id}") > 1)
+    assert [jobs.get(job.id).state for job in made] == ["running"] * 3
+    cluster.unheard = set()
+    for job in made:
+        jobs.cancel(job.id)
+    assert all(finished(jobs, job.id).state == "cancelled" for job in made)
+
+
+def test_a_room_without_open_jobs_leaves_the_api_server_alone(cluster: Any, start: Any) -> None:
+    jobs, runner = start(idle_seconds=1e9)
+    wait_until(lambda: cluster.requests == ["GET"])  # once at the start: what is left over
+    job = submit(jobs, steps=3)
+    assert finished(jobs, job.id).state == "succeeded"
+    looks: list[int] = []
+    any_open = runner._jobs.any_open
+
+    def counted(room: str) -> bool:
+        looks.append(len(cluster.requests))
+        return bool(any_open(room))
+
+    wait_until(lambda: not runner._busy)
+    runner._jobs.any_open = counted
+    wait_until(lambda: len(looks) > 4)
+    assert looks[-1] == looks[1], "Redis says that there is nothing to look for"
 
 
 def test_a_lost_rank_and_a_killed_pod_start_the_gang_again(cluster: Any, start: Any) -> None:
