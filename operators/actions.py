@@ -1,4 +1,4 @@
-"""What the operator may do to the cluster, as values: the pure parts return them, ``Cluster.apply`` carries them out.
+"""What the operator may do to the cluster, as values: the pure parts return them, ``carry_out`` in ``cluster.py`` does them.
 
 Actions of one resource are carried out in order and stop at the first that fails; the next round begins with what is there then. Every action may be
 carried out twice, or half of a list may be lost with the process, without harm:
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object; one of the same name that is there already is left as it is."""
+    """Create an object; one of the same name that its owner has already is taken for it, but for a ConfigMap that says something else, which is made anew."""
 
     manifest: Mapping[str, Any]
 

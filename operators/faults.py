@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from semantide.operators.device_health import device_indices
 from semantide.operators.node import Node
-from semantide.operators.pods import AGAIN, Pod
+from semantide.operators.pods import AGAIN, REAL_ANNOTATION, Pod
 from semantide.operators.rank_table import TOLD_ANNOTATION
 from semantide.operators.resources import NPUJobStatus, PodPlacement
 
@@ -37,7 +38,7 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
         # Another pod of its name would have another address than the table of ranks says, which is written once for each gang.
         known = status.phase == "Running" or any(TOLD_ANNOTATION in other.annotations for other in gang.values())
         return Fault((3, 0.0), f"rank {rank}'s pod {place.pod} was deleted") if known else None
-    if node is not None and pod.key in node.lost_holders:
+    if npu_failed(pod, node):
         return Fault((1, 0.0), f"an NPU of rank {rank} on node {place.node} failed", node=place.node)
     if pod.deleting:
         return Fault((4, 0.0), f"rank {rank}'s pod {place.pod} on node {place.node} was asked to end from outside", counts=False, saves=True)
@@ -48,6 +49,14 @@ def fault_of(status: NPUJobStatus, place: PodPlacement, gang: Mapping[str, Pod],
         how = f"{how} (out of memory)" if pod.cause == "OOMKilled" else f"{how}: {pod.cause}" if pod.cause and pod.cause != "Error" else how
         return Fault((2, pod.ended or 0.0), f"rank {rank} on node {place.node or '?'} failed, {how}", node=place.node)
     return None
+
+
+def npu_failed(pod: Pod, node: Node | None) -> bool:
+    """Whether an NPU failed that the pod has, or had: what a failed device left undone is no fault of the work, whatever the pod's exit status says."""
+    if node is None:
+        return False
+    had = device_indices(pod.annotations.get(REAL_ANNOTATION, "")) or pod.npus
+    return pod.key in node.lost_holders or (pod.phase == "Failed" and any(node.lost >> npu & 1 for npu in had))
 
 
 def cause_of(faults: Sequence[Fault]) -> Fault:

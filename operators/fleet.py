@@ -137,8 +137,12 @@ class Fleet:
     def loss(self, number: int, shape: Shape, pods: int) -> int:
         """What the node's free NPUs are worth less after so many more pods."""
         if not shape.npus:
-            # Pods without NPUs keep off nodes that have some, and fill the fullest of the others.
-            return (self.nodes[number].capacity << 40) + int(min(self._millicores[number], 1 << 39))
+            # Pods without NPUs keep off nodes that have some.
+            apart = self.nodes[number].capacity << 60
+            if shape.millicores or shape.memory_bytes:
+                return apart + int(min(self._millicores[number], 1 << 39))  # into the fullest of the others
+            # What they will take nobody knows: where the fewest are, and of such nodes where most is free.
+            return apart + (int((1 << 20) - min(self._pods[number], 1 << 20)) << 39) + (1 << 39) - int(min(self._millicores[number], 1 << 39))
         node = self.nodes[number]
         ring = node.ring_size if shape.aligned else 0
         before = after = self.free[number]

@@ -7,7 +7,8 @@ from json import dumps
 from typing import Any
 
 from semantide.operators.actions import Remove
-from semantide.operators.pod_template import Container, child_name, full_template, owned, owner_label, pod_manifest, short_digest
+from semantide.operators.pod_resources import threads_of
+from semantide.operators.pod_template import Container, child_name, dns_label, full_template, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.rank_table import ADDRESS_FILE, RANKS_FOLDER, TABLE_FILE, has_ranks, ranks_per_pod, reads_table, table_name
 from semantide.operators.resources import (
@@ -73,7 +74,7 @@ def gang_remains(job: NPUJob, attempt: int, settings: OperatorSettings) -> tuple
     several = job.spec.most_pods > 1
     kinds = (
         ("v1", "ConfigMap", table_name(gang), has_ranks(job, job.spec.most_pods)),
-        ("v1", "Service", gang, several and settings.rendezvous == "dns"),
+        ("v1", "Service", dns_label(gang), several and settings.rendezvous == "dns"),
         ("resource.k8s.io/v1", "ResourceClaimTemplate", gang, npus and settings.dynamic_resources),
         (POD_GROUPS.get(job.spec.scheduler, ""), "PodGroup", gang, job.spec.scheduler in POD_GROUPS),
     )
@@ -104,7 +105,10 @@ def _pod(
         },
         image=job.spec.image or settings.image,
         command=job.spec.command or (*_ENTRY, job.spec.job_id or job.name),
-        environment=_environment(job, placement, rank, gang, attempt, settings, int(template.get("terminationGracePeriodSeconds", settings.stop_seconds))),
+        environment=[
+            *_environment(job, placement, rank, gang, attempt, settings, int(template.get("terminationGracePeriodSeconds", settings.stop_seconds))),
+            *threads_of(template),
+        ],
         resources=resources,
         restart="Never",
         node=mine.node,
@@ -116,7 +120,7 @@ def _pod(
     spec = manifest["spec"]
     spec |= over.pod_spec
     if settings.rendezvous == "dns" and len(placement) > 1:
-        spec |= {"hostname": mine.pod, "subdomain": gang}
+        spec |= {"hostname": dns_label(mine.pod), "subdomain": dns_label(gang)}
     if job.spec.npus_per_pod and settings.dynamic_resources:
         claim_devices(spec, gang)
     return manifest
@@ -144,7 +148,7 @@ def _environment(
     if len(placement) == 1:
         variables["MASTER_ADDR"] = "127.0.0.1"
     elif settings.rendezvous == "dns":
-        variables["MASTER_ADDR"] = f"{placement[0].pod}.{gang}.{job.namespace}.svc"
+        variables["MASTER_ADDR"] = f"{dns_label(placement[0].pod)}.{dns_label(gang)}.{job.namespace}.svc"
     if has_ranks(job, len(placement)):
         variables["SEMANTIDE_MASTER_ADDRESS_FILE"] = ADDRESS_FILE
     if reads_table(job, len(placement)):
@@ -197,4 +201,4 @@ def _ranks_service(job: NPUJob, gang: str, attempt: int, port: int) -> dict[str,
     """Gives every pod of a gang a name in the cluster's DNS, from before it is ready."""
     selector = {**owner_label(job), ATTEMPT_LABEL: str(attempt)}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [{"name": "ranks", "port": port}]}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": owned(job, gang, owner_label(job)), "spec": spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": owned(job, dns_label(gang), owner_label(job)), "spec": spec}

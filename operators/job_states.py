@@ -1,4 +1,4 @@
-"""What becomes of one job: its phase, and what must be done to its pods. Pure; where a gang goes is decided for all jobs together (``rounds.py``).
+"""What becomes of one job: its phase, and what must be done to its pods. Pure; where a gang goes is decided for all jobs together (``reconcile.py``, ``waiting_line.py``).
 
     Pending -> Placing -> Running -> Succeeded
        ^         |          |
@@ -17,7 +17,7 @@ from typing import Literal
 
 from semantide.operators.actions import Action, AnnotatePod, Create, DeletePod, Event
 from semantide.operators.conditions import since, with_conditions
-from semantide.operators.faults import cause_of, fault_of
+from semantide.operators.faults import cause_of, fault_of, npu_failed
 from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision
 from semantide.operators.job_reports import heard, slowness
 from semantide.operators.node import Node
@@ -196,7 +196,7 @@ def _tend(look: Look, status: NPUJobStatus) -> Step:
     if not job.spec.least_pods <= len(status.placement) <= job.spec.most_pods:
         return _stop(look, status, "Restarting", "Resized", f"it runs with {_pods(len(status.placement))}, which its spec no longer allows")
     for pod in gang.values():
-        if pod.exit_status == USELESS:
+        if pod.exit_status == USELESS and not npu_failed(pod, look.nodes.get(pod.node)):
             return _end(
                 look, status, "Failed", "WorkIsWrong", f"rank {pod.rank} says that trying again changes nothing: {pod.cause or f'exit status {USELESS}'}"
             )

@@ -25,9 +25,14 @@ class Meters:
         self._jobs = Gauge("semantide_operator_jobs", "NPUJobs by phase", ["phase"], registry=self.registry)
         self._services = Gauge("semantide_operator_services", "NPUServices by phase", ["phase"], registry=self.registry)
         self._replicas = Gauge("semantide_operator_replicas", "Replicas of a service that are ready", ["namespace", "service"], registry=self.registry)
+        self._wished = Gauge("semantide_operator_wished_replicas", "Replicas that a service should have", ["namespace", "service"], registry=self.registry)
+        self._outdated = Gauge(
+            "semantide_operator_outdated_replicas", "Replicas that a rollout or a move has yet to replace", ["namespace", "service"], registry=self.registry
+        )
         self._unmeasured = Gauge(
             "semantide_operator_unmeasured", "1 for a service of which no replica shows its load", ["namespace", "service"], registry=self.registry
         )
+        self._of_services = (self._replicas, self._wished, self._outdated, self._unmeasured)
         self._npus = Gauge("semantide_operator_npus", "NPUs by state: free, held, or unhealthy", ["state"], registry=self.registry)
         self._oldest = Gauge("semantide_operator_longest_wait_seconds", "Wait of the job that has been longest in line", registry=self.registry)
         self._leads = Gauge("semantide_operator_leads", "1 while this process leads", registry=self.registry)
@@ -42,7 +47,7 @@ class Meters:
         """Whether this process leads now; one that does not says nothing of the cluster, for what it saw last is no longer so."""
         self._leads.set(leads)
         if not leads:
-            for gauge in (self._jobs, self._services, self._replicas, self._unmeasured, self._npus):
+            for gauge in (self._jobs, self._services, *self._of_services, self._npus):
                 gauge.clear()
             self._oldest.set(0)
 
@@ -54,10 +59,13 @@ class Meters:
         services = Tally(service.status.phase for service in snapshot.services)
         for phase in get_args(ServicePhase):
             self._services.labels(phase).set(services[phase])
-        self._replicas.clear()
-        self._unmeasured.clear()
+        for gauge in self._of_services:
+            gauge.clear()
         for service in snapshot.services:
-            self._replicas.labels(service.namespace, service.name).set(service.status.ready_replicas)
+            status = service.status
+            self._replicas.labels(service.namespace, service.name).set(status.ready_replicas)
+            self._wished.labels(service.namespace, service.name).set(0 if service.spec.suspend else status.wish)
+            self._outdated.labels(service.namespace, service.name).set(max(0, status.replicas - status.updated_replicas))
             self._unmeasured.labels(service.namespace, service.name).set(service.key in snapshot.unmeasured)
         free = held = unhealthy = 0
         for node in snapshot.nodes:

@@ -53,7 +53,8 @@ class Operator:
         self._meters = Meters()
         self._lease = Lease(api, settings.own_namespace, self._identity, settings.lease_seconds, time.monotonic, time.time)
         self._rounds = Rounds(api, settings, time.time, self._lease.held, self._meters, steady=time.monotonic)
-        self._loads = Loads(strongest(configured_keys(settings.api_keys)) or "", settings.own_namespace, time.monotonic, release=settings.release)
+        key = strongest(configured_keys(settings.api_keys)) or ""
+        self._loads = Loads(key, settings.own_namespace, time.monotonic, release=settings.release, look_seconds=settings.load_seconds)
         self._api = api
         self._wake, self._stop = threading.Event(), threading.Event()
         self._breath = self._renewed = time.monotonic()

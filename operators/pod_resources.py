@@ -12,6 +12,7 @@ from typing import Any
 
 from semantide.operators.quantities import whole
 
+_THREADS = "OMP_NUM_THREADS"
 _OF_THE_WHOLE = ("cpu", "memory")  # and huge pages, which nobody here asks for: what a spec may ask for a pod as one
 
 
@@ -33,6 +34,14 @@ def asked(spec: Mapping[str, Any], name: str, parts: int = 1) -> int:
     if name in _OF_THE_WHOLE and name in _requests(spec):
         total = _share(spec, name, parts)
     return total + whole((spec.get("overhead") or {}).get(name, 0), parts)
+
+
+def threads_of(template: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The variable that keeps a pod of this template to the processors it asks for: on a node of many it would start as many threads as that has."""
+    millicores = asked({"containers": [{"resources": template.get("resources")}]}, "cpu", 1000)
+    if not millicores or any(entry.get("name") == _THREADS for entry in template.get("env") or ()):
+        return []
+    return [{"name": _THREADS, "value": str(-(-millicores // 1000))}]
 
 
 def names_of(spec: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ A template is flat, since there is one container: fields of the pod's spec and o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _CONTAINER = (
     "args", "env", "envFrom", "volumeMounts", "resources", "containerSecurityContext", "ports", "readinessProbe", "livenessProbe", "startupProbe",
     "imagePullPolicy", "lifecycle", "workingDir",
 )  # fmt: skip
+_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 TEMPLATE_FIELDS = frozenset((*_METADATA, *_POD, *_CONTAINER))
 # The custom resource leaves templates open, so the API server lets any form through.
 _MAPS = frozenset((
@@ -64,6 +66,13 @@ def child_name(owner: NPUJob | NPUService, *parts: object) -> str:
     """A name for something that belongs to a resource: another resource of the same name, later, has other ones; 63 characters at most."""
     rest = "-".join(map(str, (short_digest(owner.metadata.uid, 5), *parts)))
     return f"{owner.name[: 62 - len(rest)].rstrip('-.')}-{rest}"
+
+
+def dns_label(name: str) -> str:
+    """The name itself where a Service and a host may have it; else one of at most 63 characters that they may have, and that other names do not give."""
+    if _DNS_LABEL.fullmatch(name):
+        return name
+    return f"g-{re.sub('[^a-z0-9-]', '-', name)[:50].strip('-')}-{short_digest(name, 8)}"
 
 
 def owner_label(owner: NPUJob | NPUService) -> dict[str, str]:

@@ -162,20 +162,31 @@ def _shape_held(resource: NPUJob | NPUService, settings: OperatorSettings, aroun
 
 
 def _serve(looks: Mapping[str, ServiceLook], around: Neighbourhood, fleet: Fleet, stumbles: dict[str, Exception]) -> dict[str, ServiceStep]:
-    """Every service's step; replicas are placed before jobs, for somebody waits for their answers."""
+    """Every service's step; replicas are placed before jobs, for somebody waits for their answers: those of higher priority first, and all after the places that
+    were given away before are taken."""
     steps: dict[str, ServiceStep] = {}
-    for key, look in looks.items():
-        step = None
+    order = sorted(looks, key=lambda key: (-looks[key].service.spec.priority, key))
+
+    def stumbled(key: str, step: ServiceStep | None, error: Exception) -> ServiceStep:
+        look = looks[key]
+        stumbles[_label(look.service)] = error
+        status = look.service.status.model_copy(update={"message": ""})
+        return replace(no_room(look, step or ServiceStep(status), _stumbling(error)), wanted=())
+
+    for key in order:
+        look, step = looks[key], None
         try:
             step = advance_service(look)
             _reserve(fleet, look.service, step.status.placement, look.pods, look.settings)
-            if step.wanted:
-                step = _place_replicas(look, step, around, fleet)
+            steps[key] = step
         except Exception as error:
-            stumbles[_label(look.service)] = error
-            status = look.service.status
-            step = replace(no_room(look, step or ServiceStep(status.model_copy(update={"message": ""})), _stumbling(error)), wanted=())
-        steps[key] = step
+            steps[key] = stumbled(key, step, error)
+    for key in order:
+        try:
+            if steps[key].wanted:
+                steps[key] = _place_replicas(looks[key], steps[key], around, fleet)
+        except Exception as error:
+            steps[key] = stumbled(key, steps[key], error)
     return steps
 
 

@@ -43,12 +43,12 @@ RING_SIZE_LABEL = f"{GROUP}/ring-size"  # NPUs per ring, where the node's type d
 PROGRESS_ANNOTATION = f"{GROUP}/progress"  # JSON: {done, total, unit, stage}
 CHECKPOINT_ANNOTATION = f"{GROUP}/checkpoint"
 IMBALANCE_ANNOTATION = f"{GROUP}/imbalance"  # slowest rank's step time over the mean, less 1
-STEP_SECONDS_ANNOTATION = f"{GROUP}/step-seconds"  # JSON: {rank: seconds}
+STEP_SECONDS_ANNOTATION = f"{GROUP}/step-seconds"  # JSON: {pod within its gang: seconds, "attempt": the gang}
 
 ProfileName = Literal["ascend", "nvidia", "cpu"]
 SchedulerName = Literal["own", "volcano", "native"]
 JobPhase = Literal["Pending", "Placing", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
-ServicePhase = Literal["Pending", "Rolling", "Running", "Degraded", "Suspended", "Failed"]
+ServicePhase = Literal["Pending", "Rolling", "Running", "Degraded", "Suspended"]
 ENDED_PHASES: tuple[JobPhase, ...] = ("Succeeded", "Failed")
 
 

@@ -18,7 +18,8 @@ _QUEUE = "semantide_serving_queue"
 _WORKERS = "semantide_serving_workers"
 _BUSY = "semantide_serving_busy_seconds_total"
 _STAGE = "semantide_serving_stage_seconds_bucket"
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 4.0  # for a whole page
+_PAGE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -83,36 +84,38 @@ def quantile(counts: Mapping[float, float], share: float) -> float:
 
 
 class LoadReader:
-    """Asks replicas for their metrics and keeps the last look at each."""
+    """What a service's replicas say of their load, against the last look at each."""
 
-    def __init__(self, key: str, clock: Callable[[], float], client: httpx.Client | None = None) -> None:
-        self._clock = clock
-        self._http = client or httpx.Client(timeout=_PATIENCE_SECONDS)
+    def __init__(self, key: str, clock: Callable[[], float], client: httpx.Client) -> None:
+        self._clock, self._http = clock, client
         self._headers = {"X-API-Key": key} if key else {}
         self._last: dict[str, Look] = {}
         self.unheard: dict[str, str] = {}
         """Why the last look at a pod brought nothing: the HTTP status of its answer, or what happened instead."""
 
-    def read(self, addresses: Mapping[str, str]) -> list[ReplicaLoad]:
-        """The loads of the replicas that answer; ``addresses`` maps pods to base addresses, as in http://10.1.2.3:8000."""
-        loads = []
-        self.unheard = {}
-        for pod, address in addresses.items():
-            try:
-                answer = self._http.get(f"{address}/metrics", headers=self._headers)
-                answer.raise_for_status()
-                look = Look.parse(answer.text, self._clock())
-            except httpx.HTTPStatusError as error:
-                self.unheard[pod] = str(error.response.status_code)
-                continue
-            except (httpx.HTTPError, ValueError) as error:
-                self.unheard[pod] = f"{type(error).__name__}: {error}"
-                continue  # who does not answer has no load; balance() shrinks nothing then
-            loads.append(load_between(pod, self._last.get(pod), look))
-            self._last[pod] = look
-        self._last = {pod: look for pod, look in self._last.items() if pod in addresses}
-        return loads
+    def ask(self, address: str) -> Look | str:
+        """A replica's page at its base address, as in http://10.1.2.3:8000, or why there is none; any thread may ask."""
+        try:
+            return Look.parse(self._page(f"{address}/metrics"), self._clock())
+        except httpx.HTTPStatusError as error:
+            return str(error.response.status_code)
+        except (httpx.HTTPError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
+    def _page(self, address: str) -> str:
+        began, page = self._clock(), bytearray()
+        with self._http.stream("GET", address, headers=self._headers) as answer:
+            answer.raise_for_status()
+            for part in answer.iter_bytes():
+                page += part
+                if len(page) > _PAGE_BYTES or self._clock() - began > _PATIENCE_SECONDS:
+                    raise ValueError(f"the page is longer than {_PAGE_BYTES} bytes, or takes longer than {_PATIENCE_SECONDS:.0f} seconds")
+        return page.decode(errors="replace")
+
+    def loads(self, answers: Mapping[str, Look | str]) -> list[ReplicaLoad]:
+        """The loads of the replicas that answered, by their pods; who did not has no load, and balance() shrinks nothing then."""
+        looks = {pod: look for pod, look in answers.items() if isinstance(look, Look)}
+        self.unheard = {pod: look for pod, look in answers.items() if isinstance(look, str)}
+        loads = [load_between(pod, self._last.get(pod), look) for pod, look in looks.items()]
+        self._last = {pod: look for pod, look in {**self._last, **looks}.items() if pod in answers}
+        return loads

@@ -7,6 +7,7 @@ from typing import Any
 
 from semantide.operators.actions import Remove
 from semantide.operators.job_pods import claim_devices, claim_template, device_annotations, visible_devices
+from semantide.operators.pod_resources import threads_of
 from semantide.operators.pod_template import Container, child_name, full_template, owned, owner_label, pod_manifest, short_digest
 from semantide.operators.profiles import profile_of
 from semantide.operators.resources import NODE_ANNOTATION, REVISION_LABEL, NPUService, PodPlacement
@@ -48,6 +49,7 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
     spec = service.spec
     npus = spec.npus_per_replica
     claims = bool(npus) and settings.dynamic_resources
+    template = full_template(service, settings)
     environment = {"SEMANTIDE_REPLICA_MODEL": spec.model, "SEMANTIDE_REPLICA_CATALOG": spec.catalog, "SEMANTIDE_REPLICA_VARIANT": spec.variant}
     own = Container(
         name=place.pod,
@@ -58,19 +60,19 @@ def replica_manifests(service: NPUService, place: PodPlacement, revision: str, s
         environment=[
             *({"name": name, "value": value} for name, value in environment.items() if value),
             *visible_devices(spec.profile, service_resource(service), place.npus, settings),
+            *threads_of(template),
         ],
         resources={service_resource(service): str(npus)} if npus and not claims else {},
         restart="Always",
         node=place.node,
         stop_seconds=settings.stop_seconds,
     )
-    manifest = pod_manifest(service, merged(_defaults(), full_template(service, settings)), own)
+    manifest = pod_manifest(service, merged(_defaults(), template), own)
     if not claims:
         return [manifest]
     claim = replica_prefix(service, revision)
     claim_devices(manifest["spec"], claim)
-    template = claim_template(owned(service, claim, service_selector(service)), profile_of(spec.profile).device_class, npus)
-    return [template, manifest]
+    return [claim_template(owned(service, claim, service_selector(service)), profile_of(spec.profile).device_class, npus), manifest]
 
 
 def revision_remains(service: NPUService, revision: str) -> Remove:

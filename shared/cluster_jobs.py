@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -48,6 +49,8 @@ from semantide.shared.telemetry import logger
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _LOOK_SECONDS = 2.0
+_IDLE_SECONDS = 30.0  # while no job of the room is open: what is left over may wait
+_PAGE = 500
 _MOST_PAUSE_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0
 _LOG_TAIL_BYTES = 2000
@@ -89,12 +92,26 @@ class NPUJobs:
         return cls(namespace or own, client.CustomObjectsApi())
 
     def of_room(self, room: str) -> dict[str, Found]:
-        """NPUJobs with work of one room, by name; whoever made them.
+        """NPUJobs with work of one room, by name; whoever made them. As the API server has them in memory: one that was made a moment ago may be missing.
 
         Raises: ClusterUnavailable.
         """
-        items = self._call("list_namespaced_custom_object")["items"]
-        return {found.name: found for found in map(Found.of, items) if found.room == room}
+        found: dict[str, Found] = {}
+        more: dict[str, str] = {"resource_version": "0"}
+        while more:
+            page = self._call("list_namespaced_custom_object", limit=_PAGE, **more)
+            found |= {each.name: each for each in map(Found.of, page["items"]) if each.room == room}
+            token = (page.get("metadata") or {}).get("continue")
+            more = {"_continue": token} if token else {}
+        return found
+
+    def get(self, name: str) -> Found | None:
+        """One by name, as it is at this moment; None where there is none.
+
+        Raises: ClusterUnavailable.
+        """
+        resource = self._call("get_namespaced_custom_object", name=name, fine=404)
+        return None if resource is None else Found.of(resource)
 
     def create(self, resource: Mapping[str, Any]) -> None:
         """Make one; one that is there already is this one, made by somebody as quick.
@@ -150,13 +167,14 @@ def _message(error: Any) -> str:
 class ClusterRunner:
     """Keeps a room's jobs and their NPUJobs in step; stands where ``JobRunner`` stands for local processes."""
 
-    def __init__(self, room: Room, npujobs: NPUJobs | None = None, look_seconds: float = _LOOK_SECONDS) -> None:
+    def __init__(self, room: Room, npujobs: NPUJobs | None = None, look_seconds: float = _LOOK_SECONDS, idle_seconds: float = _IDLE_SECONDS) -> None:
         try:
             self.deployment = Deployment.model_validate(room.settings.cluster_jobs)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"SEMANTIDE_CLUSTER_JOBS: {'.'.join(map(str, first['loc']))}: {first['msg']} (got {str(first['input'])[:80]!r})") from error
-        self._room, self._jobs, self._look_seconds = room, FollowedJobs(room.broker), look_seconds
+        self._room, self._jobs, self._look_seconds, self._idle_seconds = room, FollowedJobs(room.broker), look_seconds, idle_seconds
+        self._looked, self._busy = float("-inf"), False
         self._npujobs = npujobs or NPUJobs.connect(self.deployment.namespace)
         self._annotated: dict[str, dict[str, str]] = {}
         self._attempts: dict[str, int] = {}
@@ -183,7 +201,7 @@ class ClusterRunner:
         cause, pause = "", self._look_seconds
         while not self._ending.is_set():
             try:
-                self.look()
+                self._look_if_due()
                 cause, pause = "", self._look_seconds
             except (ClusterUnavailable, broker_door.RedisError) as error:
                 if str(error) != cause:
@@ -195,6 +213,13 @@ class ClusterRunner:
                 pause = min(2 * pause, _MOST_PAUSE_SECONDS)
             self._wake.wait(pause)
             self._wake.clear()
+
+    def _look_if_due(self) -> None:
+        """All the time while jobs are open, and once after; else now and then."""
+        busy = self._jobs.any_open(self._room.name)
+        if busy or self._busy or time.monotonic() - self._looked >= self._idle_seconds:
+            self.look()
+            self._looked, self._busy = time.monotonic(), busy
 
     def look(self) -> None:
         """Compare once, and do what follows; what the API server refuses for one job keeps no other waiting.
@@ -242,6 +267,8 @@ class ClusterRunner:
                 self._jobs.write_open(record.id, stage=f"waits for the cluster: {error}")
 
     def _tend(self, record: JobRecord, found: Found | None, earlier: Found | None) -> None:
+        if found is None and record.npujob:
+            found = self._npujobs.get(record.npujob)  # no job ends because a list is a moment old
         step = next_step(record, found, earlier)
         match step:
             case Create():

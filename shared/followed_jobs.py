@@ -44,6 +44,10 @@ class FollowedJobs(Jobs):
         records = [self.get(raw.decode()) for raw in self._redis.smembers(open_jobs_key(room))]
         return sorted(records, key=lambda record: (record.created, record.id))
 
+    def any_open(self, room: str) -> bool:
+        """Whether a job of the room has not ended."""
+        return bool(self._redis.exists(open_jobs_key(room)))
+
     def adopt(self, job_id: str, spec: JobSpec) -> JobRecord:
         """The record of a job that was begun as an NPUJob of this name, and by no request of ours."""
         record = JobRecord(id=job_id, spec=spec, created=now_ms(), state="running", npujob=job_id)

@@ -12,6 +12,7 @@ from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobState
+from semantide.shared.device_faults import device_failed
 from semantide.shared.errors import BrokerUnavailable, JobCancelled, RankLost, StoreUnavailable
 from semantide.shared.job_ending import end_job
 from semantide.shared.job_lock import hold
@@ -57,6 +58,10 @@ def run_job(job_id: str, run: Callable[[JobContext], JobOutcome], settings: Sett
         return 1
     except Exception as cause:
         log.exception("job failed", job=job_id)
+        if device_failed(cause):
+            # Counted as a crash: another device, or this one when it is reset, may do better.
+            log.warning("a device failed, the job will be started again", job=job_id)
+            return 1
         state, error = "failed", Redaction.of(settings).text(f"{type(cause).__name__}: {cause}")
     while True:
         try:

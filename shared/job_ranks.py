@@ -2,7 +2,7 @@
 
 job's process (records the outcome) -> launches ranks -> ``services.local rank <id>`` each -> the room's ``job.run(JobContext)`` once more
 ranks/outcome.json   what the first rank made
-ranks/error-3.json   how a rank failed, and when
+ranks/error-3.json   how a rank failed, and when; whether another one was lost, or its device failed
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import ConnectionLost
 from semantide.shared.config import Settings
+from semantide.shared.device_faults import device_failed
 from semantide.shared.errors import BrokerUnavailable, JobCancelled, PermanentError, RankLost, SemantideError, StoreUnavailable
 from semantide.shared.job_lock import hold
 from semantide.shared.jobs import AGAIN, JobContext, JobOutcome, Jobs
@@ -48,7 +49,8 @@ def run_rank(job_id: str, rank: int, run: Callable[[JobContext], JobOutcome], se
         return 1
     except Exception as cause:
         log.exception("rank failed", job=job_id, rank=rank)
-        said = {"rank": rank, "kind": type(cause).__name__, "message": str(cause), "lost": isinstance(cause, RankLost), "time": time.time()}
+        whose = {"lost": isinstance(cause, RankLost), "device": device_failed(cause)}
+        said = {"rank": rank, "kind": type(cause).__name__, "message": str(cause), **whose, "time": time.time()}
         _keep(folder / f"error-{rank}.json", said)
         return 1
     if rank == 0:
@@ -68,8 +70,10 @@ def rank_outcome(workdir: Path) -> JobOutcome:
 
 
 def rank_failure(workdir: Path) -> SemantideError | None:
-    """What the first rank to fail said, where its fault was more than that another one was lost."""
+    """What the first rank to fail said, where its fault was more than that another one was lost; None where a device failed, which may have been the cause of all else."""
     said = [json.loads(path.read_text()) for path in (workdir / "ranks").glob("error-*.json")]
+    if any(error.get("device") for error in said):
+        return None
     own = sorted((error for error in said if not error["lost"]), key=lambda error: float(error["time"]))
     return PermanentError(f"rank {own[0]['rank']}: {own[0]['kind']}: {own[0]['message']}") if own else None
 

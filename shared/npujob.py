@@ -28,7 +28,7 @@ CHECKPOINT_ANNOTATION = f"{GROUP}/checkpoint"
 IMBALANCE_ANNOTATION = f"{GROUP}/imbalance"
 STEP_SECONDS_ANNOTATION = f"{GROUP}/step-seconds"
 
-_SEVERAL_PODS = ("train",)  # kinds whose work ranks can share
+_SEVERAL_PODS = ("train", "align")  # kinds whose work ranks can share
 _ENDING_SECONDS = 60.0  # for the pods of a job that has ended to see it themselves
 
 
@@ -124,24 +124,28 @@ def name_of(record: JobRecord) -> str:
 def body(record: JobRecord, deployment: Deployment, attempts: int) -> dict[str, Any]:
     """The NPUJob that asks for a job's pods.
 
-    Raises: BadData for a number of processes that pods cannot share.
+    Raises: BadData for a number of processes that pods cannot share, and for several pods of a kind of work that only one can do.
     """
     own = deployment.kinds.get(record.spec.kind, {})
     spec = _merged(deployment.default, own)
+    several = record.spec.kind in _SEVERAL_PODS
+    if not several:
+        _refuse_several_pods(record, own)
     if "template" in spec:
         spec["template"] = merged(deployment.default.get("template") or {}, own.get("template") or {})
     wish = record.spec.cluster
     npus = spec.get("npusPerPod", 0) if wish.npus_per_pod is None else wish.npus_per_pod
     processes = record.spec.config.get("processes") or 0
     pods = wish.pods or spec.get("worldSize", 1)
-    if isinstance(processes, int) and processes > 0 and wish.pods is None:
+    if several and isinstance(processes, int) and processes > 0 and wish.pods is None:
         if processes < npus:
             npus = processes
         pods, left = divmod(processes, max(1, npus))
         if left:
             raise BadData(f"{processes} processes cannot be shared by pods of {npus} NPUs: give a multiple of {npus}, or another number of NPUs a pod")
-    if record.spec.kind not in _SEVERAL_PODS:
-        pods = 1
+    if not several:
+        pods = 1  # what a deployment asks of all kinds
+        spec.pop("elastic", None)
     spec |= {
         "kind": record.spec.kind,
         "jobId": record.id,
@@ -156,13 +160,26 @@ def body(record: JobRecord, deployment: Deployment, attempts: int) -> dict[str, 
         spec["priority"] = wish.priority
     if wish.deadline_seconds:
         spec["deadlineSeconds"] = wish.deadline_seconds
-    if record.spec.kind in _SEVERAL_PODS and (wish.least_pods or wish.most_pods):
+    if several and (wish.least_pods or wish.most_pods):
         spec["elastic"] = {"min": min(wish.least_pods or pods, pods), "max": max(wish.most_pods or pods, pods)}
     elif "elastic" in spec:
         within = spec["elastic"]
         spec["elastic"] = {"min": min(within.get("min", pods), pods), "max": max(within.get("max", pods), pods)}
     labels = {**deployment.labels, MANAGED_BY_LABEL: MANAGED_BY, ROOM_LABEL: record.spec.room}
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name_of(record), "labels": labels}, "spec": spec}
+
+
+def _refuse_several_pods(record: JobRecord, own: Mapping[str, Any]) -> None:
+    kind, wish = record.spec.kind, record.spec.cluster
+    within = own.get("elastic") or {}
+    asked = {
+        **{f"cluster.{name}": getattr(wish, name) for name in ("pods", "least_pods", "most_pods")},
+        f"jobKinds.{kind}.worldSize": own.get("worldSize"),
+        **{f"jobKinds.{kind}.elastic.{name}": within.get(name) for name in ("min", "max")},
+    }
+    if wrong := {name: value for name, value in asked.items() if isinstance(value, int) and value > 1}:
+        name, value = next(iter(wrong.items()))
+        raise BadData(f"{name} is {value}, and a job of kind {kind} runs in one pod: only {' and '.join(_SEVERAL_PODS)} are shared by several; leave it out")
 
 
 def found_of(record: JobRecord, npujobs: Mapping[str, Found]) -> Found | None:

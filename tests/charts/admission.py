@@ -58,7 +58,10 @@ class Admission:
     """
 
     def __init__(self, definition: Object) -> None:
-        self._schema: Object = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        schema: Object = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        # Rules of the whole object may ask for its name, whatever the schema says of it.
+        named = {"metadata": {"type": "object", "properties": {"name": {"type": "string"}, "generateName": {"type": "string"}}}}
+        self._schema: Object = {**schema, "properties": {**schema["properties"], **named}}
         file = descriptor_pb2.FileDescriptorProto(name="schema.proto", package="schema", syntax="proto2")
         _add_message(file, "root", self._schema)
         self._pool = descriptor_pool.DescriptorPool()

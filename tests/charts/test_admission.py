@@ -19,7 +19,8 @@ from .admission import Admission, Object, RuleError
 Render = Callable[..., list[Object]]
 
 _DEFINITIONS = ("npujobs", "npuservices")
-# Of every rule, by its message: (what is refused), (what is kept); each a spec, with one that it replaces where the rule is about changes.
+# Of every rule, by its message: (what is refused), (what is kept); each a spec, with one that it replaces where the rule is about changes. _NAME is the object's name.
+_NAME = "metadata.name"
 _JOB: dict[str, tuple[list[tuple[Object, Object | None]], list[tuple[Object, Object | None]]]] = {
     "worldSize must be within elastic.min and elastic.max": (
         [
@@ -46,6 +47,10 @@ _JOB: dict[str, tuple[list[tuple[Object, Object | None]], list[tuple[Object, Obj
     ),
 }
 _SERVICE: dict[str, tuple[list[tuple[Object, Object | None]], list[tuple[Object, Object | None]]]] = {
+    "metadata.name is also that of the Service in front: at most 63 small letters, digits and '-', a letter first": (
+        [({_NAME: name}, None) for name in ("a.b", "1a", "a" * 64)],
+        [({_NAME: name}, None) for name in ("a", "a-1", "a" * 63)],
+    ),
     "the profile cpu has no NPUs, set npusPerReplica to 0 or another profile": (
         [({"profile": "cpu", "npusPerReplica": 2}, None)],
         [({}, None), ({"npusPerReplica": 2}, None), ({"profile": "cpu", "npusPerReplica": 2, "resourceName": "example.com/device"}, None)],
@@ -71,7 +76,8 @@ def admission(definitions: dict[str, Object]) -> Callable[[str], Admission]:
 def _body(name: str, spec: Object) -> Object:
     kind = {"npujobs": "NPUJob", "npuservices": "NPUService"}[name]
     least: Object = {"kind": "train"} if name == "npujobs" else {}
-    return {"apiVersion": "semantide.io/v1alpha1", "kind": kind, "metadata": {"name": "mine"}, "spec": least | spec}
+    own = {field: value for field, value in spec.items() if field != _NAME}
+    return {"apiVersion": "semantide.io/v1alpha1", "kind": kind, "metadata": {"name": spec.get(_NAME, "mine")}, "spec": least | own}
 
 
 @pytest.mark.parametrize(("name", "cases"), [("npujobs", _JOB), ("npuservices", _SERVICE)])

@@ -8,8 +8,11 @@ from types import ModuleType
 import pytest
 import yaml
 
+from semantide.operators.job_pods import gang_manifests
 from semantide.operators.pod_template import check_template
-from semantide.operators.resources import NPUJob, NPUJobSpec
+from semantide.operators.quantities import whole
+from semantide.operators.resources import NPUJob, NPUJobSpec, PodPlacement
+from semantide.operators.settings import OperatorSettings
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JOB_ROOMS, JobRecord, JobSpec
 from semantide.shared.npujob import Deployment, body
@@ -52,9 +55,43 @@ def test_another_profile_has_its_own_resources_name(render: Render) -> None:
         f"jobKinds={json.dumps(kinds)}",
     )
     said = json.loads(of_kind(render("", *options), "ConfigMap")["shop-semantide-settings"]["data"]["SEMANTIDE_CLUSTER_JOBS"])
-    assert {kind: (each.get("profile"), each.get("resourceName")) for kind, each in said["kinds"].items()} == {
+    assert {kind: (each.get("profile"), each.get("resourceName")) for kind, each in said["kinds"].items() if kind in kinds} == {
         "train": ("nvidia", None),
         "align": ("cpu", None),
         "reward": ("ascend", "example.com/other"),
     }
     assert not {"profile", "resourceName"} & set(said["default"])
+
+
+@pytest.mark.parametrize("profile", ["", "nvidia", "ascend"])
+def test_pods_of_every_kind_ask_for_processors_and_memory(render: Render, profile: str) -> None:
+    """A pod that asks for nothing is put beside all others, starts a thread for each core of its node, and is the first to be killed there."""
+    own = {
+        "tokenize": {
+            "template": {"resources": {"requests": {"cpu": "2500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}, "env": [{"name": "A", "value": "b"}]}
+        },
+        "import": {"priority": 3},
+    }
+    sets = [option for kind, spec in own.items() for option in ("--set-json", f"jobKinds.{kind}={json.dumps(spec)}")]
+    manifests = render(profile, "--set", "settings.jobRunner=cluster,jobResources.forget=null", *sets)
+    deployment = Deployment.model_validate(json.loads(of_kind(manifests, "ConfigMap")["shop-semantide-settings"]["data"]["SEMANTIDE_CLUSTER_JOBS"]))
+    threads = {}
+    for kind in JOB_ROOMS:
+        made = body(JobRecord(id=f"{kind}-1", spec=JobSpec(kind=kind), created=1), deployment, 5)
+        job = NPUJob.parse({**made, "metadata": {"name": "job", "namespace": "shop", "uid": "u", "labels": {}}})
+        (container,) = gang_manifests(job, [PodPlacement(pod="p", node="n")], 1, OperatorSettings(), 0.0)[-1]["spec"]["containers"]
+        requests, limits = (container.get("resources", {}).get(side, {}) for side in ("requests", "limits"))
+        threads[kind] = {entry["name"]: entry.get("value") for entry in container["env"]}.get("OMP_NUM_THREADS")
+        if kind == "forget":
+            assert not requests and threads[kind] is None, "it was taken out"
+            continue
+        assert {"cpu", "memory"} <= set(requests), kind
+        if kind not in COMPUTED:
+            assert "memory" in limits, kind
+        assert int(threads[kind] or 0) >= whole(requests["cpu"], 1000) / 1000 > int(threads[kind] or 0) - 1, kind
+    assert threads["tokenize"] == "3" and deployment.kinds["import"]["priority"] == 3
+    assert threads["train"] == ("4" if profile else "2"), "a profile's own lie over them"
+    own["tokenize"]["template"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "7"}]
+    job = NPUJob.parse({"kind": "NPUJob", "metadata": {"name": "j", "uid": "u"}, "spec": {"kind": "tokenize", **own["tokenize"]}})
+    (container,) = gang_manifests(job, [PodPlacement(pod="p", node="n")], 1, OperatorSettings(), 0.0)[-1]["spec"]["containers"]
+    assert [entry["value"] for entry in container["env"] if entry["name"] == "OMP_NUM_THREADS"] == ["7"], "what a template says stands"

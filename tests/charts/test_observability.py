@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+from semantide.operators.resources import NPUService
+from semantide.operators.service_pods import service_selector
 from semantide.shared.contracts import ROOMS, RunJob
 from semantide.shared.queues import queue_name
 
@@ -193,6 +195,23 @@ def test_a_budget_never_holds_up_a_single_replica(render: Render) -> None:
     assert not of_kind(render("", "--set", "apis.all.replicas=3,disruptionBudgetEnabled=false"), "PodDisruptionBudget")
 
 
+def test_a_drain_takes_one_replica_of_a_service_at_a_time(render: Render) -> None:
+    replicas = {
+        "main": {"replicas": {"min": 2, "max": 8}},
+        "one": {"replicas": {"max": 3}},
+        "bare": {},
+        "off": {"replicas": {"min": 4}, "suspend": True},
+        "gone": None,
+    }
+    options = ("--set-json", f"servingReplicas={json.dumps(replicas)}", "--api-versions", "semantide.io/v1alpha1/NPUService")
+    manifests = render("", *options)
+    ((name, budget),) = ((name, budget) for name, budget in of_kind(manifests, "PodDisruptionBudget").items() if name != "shop-semantide-router")
+    service = of_kind(manifests, "NPUService")[name]
+    parsed = NPUService.parse({**service, "metadata": {**service["metadata"], "namespace": "shop", "uid": "u"}})
+    assert name == "shop-semantide-replicas-main" and budget["spec"] == {"maxUnavailable": 1, "selector": {"matchLabels": service_selector(parsed)}}
+    assert not of_kind(render("", *options, "--set", "disruptionBudgetEnabled=false"), "PodDisruptionBudget")
+
+
 def test_older_servers_get_no_objects_that_they_lack(lint: ModuleType) -> None:
     folder = lint.CHART / "templates"
     for kind, api in (("HorizontalPodAutoscaler", "autoscaling/v2"), ("PodDisruptionBudget", "policy/v1")):
@@ -224,6 +243,7 @@ def test_helm_test_asks_for_a_recommendation(render: Render, live: Manifest, ite
 
     pod = of_kind(render(), "Pod")["shop-semantide-api-test"]
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation", "its log is read once it has ended"
     program, *arguments, address = pod["spec"]["containers"][0]["command"]
     assert (program, address) == ("python", "http://shop-semantide-api:8000")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -236,7 +256,41 @@ def test_helm_test_asks_for_a_recommendation(render: Render, live: Manifest, ite
     assert ("/v1/recommendations" in {path for path, _ in seen}) == bool(live["model"])
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+
+
+@needs_promtool
+@pytest.mark.parametrize(("figures", "minutes", "told"), [
+    # A rollout in place whose image nobody has: the phase is Rolling for ever.
+    ({"wished_replicas": 2, "replicas": 1, "outdated_replicas": 1, "services": ("Rolling", 1)}, 5, set()),
+    ({"wished_replicas": 2, "replicas": 1, "outdated_replicas": 1, "services": ("Rolling", 1)}, 15, {"SemantideServiceShort"}),
+    ({"wished_replicas": 2, "replicas": 1, "outdated_replicas": 1, "services": ("Rolling", 1)}, 45, {"SemantideServiceShort", "SemantideRolloutStuck"}),
+    ({"wished_replicas": 2, "replicas": 2, "outdated_replicas": 2, "services": ("Rolling", 1)}, 45, {"SemantideRolloutStuck"}),
+    ({"wished_replicas": 2, "replicas": 2, "outdated_replicas": 0, "services": ("Running", 1)}, 45, set()),
+    ({"wished_replicas": 2, "replicas": 2, "outdated_replicas": 0, "services": ("Degraded", 1)}, 15, {"SemantideServiceShort"}),
+    ({"wished_replicas": 0, "replicas": 0, "outdated_replicas": 0, "services": ("Suspended", 1)}, 45, set()),
+])  # fmt: skip
+def test_a_service_that_is_short_or_hangs_in_a_rollout_raises_an_alert(tmp_path: Path, figures: dict[str, Any], minutes: int, told: set[str]) -> None:
+    of_service = 'namespace="ops", exported_namespace="lab", service="shop"'
+    phase, number = figures.pop("services")
+    series = [{"series": f"semantide_operator_{name}{{{of_service}}}", "values": f"{value}x60"} for name, value in figures.items()]
+    series.append({"series": f'semantide_operator_services{{namespace="ops", phase="{phase}"}}', "values": f"{number}x60"})
+    asked_alerts = {"SemantideServiceShort", "SemantideRolloutStuck"}
+    query = [{"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)', "eval_time": f"{minutes}m"} for name in sorted(asked_alerts)]
+    expected = [
+        {**asked, "exp_samples": [{"labels": "{}", "value": 1 if name in told else 0}]} for asked, name in zip(query, sorted(asked_alerts), strict=True)
+    ]
+    test = {
+        "rule_files": [str(FILES / "alerts.yaml")],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}],
+    }
+    (tmp_path / "test.yaml").write_text(json.dumps(test))
+    outcome = subprocess.run(["promtool", "test", "rules", "test.yaml"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+@needs_promtool
 def test_prometheus_itself_understands_every_expression(tmp_path: Path) -> None:
     shown = [expression for _, expression in expressions()]
     for variable, value in (("$__rate_interval", "5m"), ("$__interval", "1m"), ("$namespace", ".*")):

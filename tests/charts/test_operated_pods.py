@@ -114,6 +114,15 @@ def test_replicas_are_reached_as_apis_are(render: Render, namespaces: str) -> No
     assert {port["port"] for rule in rules for port in rule["ports"]} <= named
 
 
+def test_replicas_ask_for_processors_and_memory(render: Render) -> None:
+    own = {"resources": {"requests": {"cpu": "3"}, "limits": {"memory": "2Gi"}}}
+    manifests = render("", "--set-json", f"servingReplicas={json.dumps({'plain': {}, 'own': {'template': own}})}", *KNOWS)
+    asked = {name: replica(manifests, name)["spec"]["containers"][0] for name in ("plain", "own")}
+    assert asked["plain"]["resources"] == {"requests": {"cpu": "250m", "memory": "512Mi"}} and asked["own"]["resources"] == own["resources"]
+    threads = {name: {entry["name"]: entry.get("value") for entry in one["env"]}["OMP_NUM_THREADS"] for name, one in asked.items()}
+    assert threads == {"plain": "1", "own": "3"}
+
+
 def test_collectors_find_replicas(render: Render) -> None:
     values = ("--set-json", 'servingReplicas={"main": {"template": {"env": [{"name": "A", "value": "b"}], "labels": {"team": "shop"}}}, "off": null}')
     manifests = render("", *values, *KNOWS, "--set", "metricsEnabled=true")
@@ -270,10 +279,11 @@ def test_the_chart_merges_templates_as_the_operator_does(render: Render) -> None
     draw = random.Random(5)
     below, over = drawn(draw, "below"), {f"t{number}": {"template": drawn(draw, "over")} for number in range(30)}
     assert any("env" in each["template"] for each in over.values()) and "env" in below
-    values = ("--set-json", f"servingReplicas={json.dumps({**over, 'none': {}})}", "--set-json", f"operatorPodTemplate={json.dumps(below)}")
+    bare = ("--set", "defaultResources.requests=null")
+    values = ("--set-json", f"servingReplicas={json.dumps({**over, 'none': {}})}", "--set-json", f"operatorPodTemplate={json.dumps(below)}", *bare)
     found = of_kind(render("", *values, *KNOWS), "NPUService")
     base = found["shop-semantide-replicas-none"]["spec"]["template"]
-    plain = of_kind(render("", "--set-json", 'servingReplicas={"none": {}}', *KNOWS), "NPUService")["shop-semantide-replicas-none"]["spec"]["template"]
+    plain = of_kind(render("", "--set-json", 'servingReplicas={"none": {}}', *bare, *KNOWS), "NPUService")["shop-semantide-replicas-none"]["spec"]["template"]
     assert base == merged(plain, below)
     for name, each in over.items():
         assert found[f"shop-semantide-replicas-{name}"]["spec"]["template"] == merged(base, each["template"]), name

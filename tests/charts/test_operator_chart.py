@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +21,7 @@ from semantide.operators.pod_template import TEMPLATE_FIELDS, check_template
 from semantide.operators.resources import NPUJob, NPUJobSpec, NPUJobStatus, NPUServiceSpec, NPUServiceStatus
 from semantide.operators.settings import OperatorSettings
 from semantide.operators.snapshot import WATCHED
+from semantide.shared import cluster_jobs
 from tests.operators.conftest import World
 
 Manifest = dict[str, Any]
@@ -120,6 +122,12 @@ def test_no_secret_and_no_wildcard(render: Render) -> None:
         assert {verb for _, of, verb in found if of == resource} == {"get", "create", "delete"}
     assert ("ClusterRole", "resourceslices", "list") in found
     assert ("Role", "configmaps", "list") in found
+
+
+def test_rooms_may_do_with_npujobs_what_they_do_and_no_more(render: Render) -> None:
+    called = set(re.findall(r'"([a-z]+)_namespaced_custom_object"', Path(cluster_jobs.__file__).read_text()))
+    (role,) = (body for body in render("", "--set", "settings.jobRunner=cluster") if body["kind"] == "Role" and body["metadata"]["name"].endswith("-jobs"))
+    assert [(rule["resources"], set(rule["verbs"])) for rule in role["rules"]] == [(["npujobs"], called)]
 
 
 class Recorded:

@@ -194,4 +194,5 @@ def operator_values() -> Object:
 def cluster_values() -> Object:
     """This tree's chart with jobs in pods of their own."""
     common = values(("ingestion", "tokenization", "training", "serving"))
-    return common | operator_values() | {"workers": common["workers"] | {"reward": None}, "settings": {"jobRunner": "cluster"}}
+    small = {"jobResources": dict.fromkeys(("import", "dataset", "tokenize", "train", "evaluate"), _SMALL)}
+    return common | operator_values() | small | {"workers": common["workers"] | {"reward": None}, "settings": {"jobRunner": "cluster"}}

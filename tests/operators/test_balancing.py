@@ -159,11 +159,14 @@ def test_replicas_that_do_not_answer_have_no_load() -> None:
     clock = iter(range(100))
     reader = LoadReader("k", lambda: float(next(clock)), httpx.Client(transport=httpx.MockTransport(answer)))
     addresses: dict[str, Any] = {f"pod-{number}": f"http://10.0.0.{number}:9100" for number in (1, 2, 3, 4)}
-    assert [load.pod for load in reader.read(addresses)] == ["pod-1"]
-    assert reader.read(addresses)[0].busy == 0.0
-    assert reader.read({}) == []
-    assert reader.read(addresses)[0].busy is None, "a replica that was gone begins anew"
-    reader.close()
+
+    def read(pods: dict[str, Any]) -> list[ReplicaLoad]:
+        return reader.loads({pod: reader.ask(address) for pod, address in pods.items()})
+
+    assert [load.pod for load in read(addresses)] == ["pod-1"] and set(reader.unheard) == {"pod-2", "pod-3", "pod-4"}
+    assert read(addresses)[0].busy == 0.0
+    assert read({}) == []
+    assert read(addresses)[0].busy is None, "a replica that was gone begins anew"
 
 
 def test_thresholds_are_of_one_kind() -> None:

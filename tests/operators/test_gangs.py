@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantide.operators.job_pods import gang_manifests, gang_name, job_revision, pod_names
+from semantide.operators.job_pods import gang_manifests, gang_name, gang_remains, job_revision, pod_names
 from semantide.operators.pod_template import owner_label
 from semantide.operators.resources import NPUJob, PodPlacement
 from semantide.operators.settings import OperatorSettings
@@ -85,6 +85,21 @@ def test_the_first_rank_is_found_by_file_or_by_name() -> None:
     assert service["spec"]["publishNotReadyAddresses"] and service["spec"]["clusterIP"] == "None"
     assert environment(second)["MASTER_ADDR"] == f"p-0.{service['metadata']['name']}.lab.svc"
     assert (first["spec"]["hostname"], first["spec"]["subdomain"]) == ("p-0", service["metadata"]["name"])
+
+
+@given(name=st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?", fullmatch=True), attempt=st.integers(1, 99999))
+def test_ranks_are_found_by_names_that_a_server_takes_whatever_the_jobs_is(name: str, attempt: int) -> None:
+    one = job(name)
+    places = [PodPlacement(pod=pod, node="a", npus=(2 * rank, 2 * rank + 1)) for rank, pod in enumerate(pod_names(one, attempt, 2))]
+    service, *pods = gang_manifests(one, places, attempt, OperatorSettings(rendezvous="dns"), 0.0)
+    front, hosts = service["metadata"]["name"], [pod["spec"]["hostname"] for pod in pods]
+    for label in (front, *hosts):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", label), label
+    assert len(set(hosts)) == 2 and {pod["spec"]["subdomain"] for pod in pods} == {front}
+    assert {environment(pod)["MASTER_ADDR"] for pod in pods} == {f"{hosts[0]}.{front}.lab.svc"}
+    assert front in {remain.name for remain in gang_remains(one, attempt, OperatorSettings(rendezvous="dns")) if remain.kind == "Service"}
+    other, *_ = gang_manifests(one, places, attempt + 1, OperatorSettings(rendezvous="dns"), 0.0)
+    assert other["metadata"]["name"] != front
 
 
 def test_pods_are_bound_to_their_node_by_the_scheduler() -> None:

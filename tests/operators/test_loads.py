@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -60,7 +62,45 @@ def test_a_port_that_wants_no_key_is_asked_elsewhere() -> None:
     loads = Loads("secret", "release", lambda: 0.0, httpx.Client(transport=httpx.MockTransport(answer)))
     pods = (replace(pod("release", "ours", "10.0.0.1"), metrics_port=9100), replace(pod("lab", "theirs", "fd00::2"), metrics_port=9100))
     loads.measure(Snapshot(now=0.0, services=(service("release", "ours"), service("lab", "theirs")), pods=pods))
-    assert asked == ["10.0.0.1:8000!", "fd00::2:9100"]
+    assert sorted(asked) == ["10.0.0.1:8000!", "fd00::2:9100"]
+
+
+def test_replicas_that_hang_cost_a_look_its_time_once_and_keep_nobody_from_being_heard() -> None:
+    """Every hanging replica holds a thread until the test lets it go: asked one after the other, the look would never end."""
+    going, asked = threading.Event(), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if not request.url.host.endswith(".9"):
+            going.wait()
+        return httpx.Response(200, text="semantide_serving_queue 3\n")
+
+    loads = Loads("", "own", lambda: 0.0, httpx.Client(transport=httpx.MockTransport(answer)), look_seconds=0.05)
+    hanging = tuple(pod("own", "hangs", f"10.0.0.{number}") for number in (10, 11, 12))
+    snapshot = Snapshot(now=0.0, services=(service("own", "hangs"), service("own", "shop")), pods=(*hanging, pod("own", "shop", "10.0.0.9")))
+    try:
+        heard = False
+        for _ in range(200):  # a slow machine may need several looks to hear the one that answers
+            measured = loads.measure(snapshot)
+            assert measured["own/hangs"] == ()
+            heard = heard or [load.queue_depth for load in measured["own/shop"]] == [3.0]
+            if heard and "own/hangs" in loads.unmeasured:
+                break
+        assert heard and "did not answer in time" in loads.unmeasured["own/hangs"]
+    finally:
+        going.set()
+
+
+def test_a_page_without_end_is_left() -> None:
+    clock = iter(range(100))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=(b"# still going\n" for _ in itertools.count()))
+
+    loads = Loads("", "own", lambda: float(next(clock)), httpx.Client(transport=httpx.MockTransport(answer)))
+    for _ in range(3):
+        assert loads.measure(Snapshot(now=0.0, services=(service("own", "shop"),), pods=(pod("own", "shop", "10.0.0.1"),))) == {"own/shop": ()}
+    assert "takes longer" in loads.unmeasured["own/shop"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from semantide.operators.meters import Meters
@@ -30,6 +31,39 @@ def test_health_readiness_and_figures() -> None:
         page.stop()
 
 
+def shown(meters: Meters) -> dict[tuple[str, ...], float]:
+    """Every figure of the page by its name and the values of its labels."""
+    page = meters.page().decode()
+    return {(sample.name, *sample.labels.values()): sample.value for family in text_string_to_metric_families(page) for sample in family.samples}
+
+
+@pytest.mark.parametrize("strategy", ["Surge", "InPlace"])
+def test_a_rollout_that_hangs_is_seen_in_the_figures(world: Callable[..., Any], strategy: str) -> None:
+    lab, meters = world(["a"], npus=3), Meters()
+    lab.operator = Rounds(lab.cluster, lab.settings, lambda: lab.now, meters=meters, writers=1)
+    lab.serve("shop", low=2, high=2, rollout={"strategy": strategy})
+    lab.settle()
+    lab.change("NPUService", "shop", image="semantide:misspelt")
+    for _ in range(6):  # nodes let go of what ends and run nothing new: its image is nowhere
+        lab.operator.turn()
+        for body in lab.cluster.of("Pod"):
+            if "deletionTimestamp" in body["metadata"]:
+                lab.cluster.remove(body)
+        lab.now += 60.0
+    figures = shown(meters)
+    assert lab.phase("shop", "NPUService") == "Rolling" and figures["semantide_operator_wished_replicas", "lab", "shop"] == 2
+    assert figures["semantide_operator_replicas", "lab", "shop"] == (1 if strategy == "InPlace" else 2)
+    assert figures["semantide_operator_outdated_replicas", "lab", "shop"] == (1 if strategy == "InPlace" else 2)
+    lab.settle()
+    figures = shown(meters)
+    assert figures["semantide_operator_outdated_replicas", "lab", "shop"] == 0 and figures["semantide_operator_replicas", "lab", "shop"] == 2
+    lab.change("NPUService", "shop", suspend=True)
+    lab.settle()
+    assert shown(meters)["semantide_operator_wished_replicas", "lab", "shop"] == 0, "nobody wants it"
+    meters.lead(False)
+    assert not [name for name in shown(meters) if "lab" in name], "another one says what is so now"
+
+
 def test_figures_are_those_of_the_cluster(world: Callable[..., Any]) -> None:
     lab, meters = world(["a", "b"]), Meters()
     lab.operator = Rounds(lab.cluster, lab.settings, lambda: lab.now, meters=meters, writers=1)
@@ -41,9 +75,7 @@ def test_figures_are_those_of_the_cluster(world: Callable[..., Any]) -> None:
     (place,) = lab.status("runs")["placement"]
     lab.nodes.ready("a" if place["node"] == "b" else "b", False)
     lab.settle()
-    samples = {
-        (sample.name, *sample.labels.values()): sample.value for family in text_string_to_metric_families(meters.page().decode()) for sample in family.samples
-    }
+    samples = shown(meters)
     assert samples["semantide_operator_jobs", "Running"] == 1 and samples["semantide_operator_jobs", "Pending"] == 1
     assert samples["semantide_operator_npus", "held"] == 8 and samples["semantide_operator_npus", "unhealthy"] == 8
     assert samples["semantide_operator_restarts_total",] == 1

@@ -187,6 +187,22 @@ def test_processors_and_memory_count_too() -> None:
     assert "16 processors" in str(refused) and "too small (8 processors)" in str(refused)
 
 
+def test_pods_that_ask_for_nothing_do_not_pile_up() -> None:
+    nodes = [
+        Node(name=name, millicores=16000.0, free_millicores=free, free_pods=pods)
+        for name, free, pods in (("a", 4000.0, 100), ("b", 16000.0, 100), ("c", 9000.0, 90))
+    ]
+    fleet, where = Fleet(nodes), []
+    for number in range(20):
+        placed = place(Request(f"x/{number}", (f"job-{number}",), Shape()), fleet)
+        assert isinstance(placed, Placement)
+        fleet.occupy(placed.pods, Shape())
+        where.append(placed.pods[0].node)
+    assert where[0] == "b" and Counter(where) == {"a": 10, "b": 10}, "where the fewest are, and of those where most is free"
+    asking = place(Request("x/asks", ("asks-0",), Shape(millicores=1000.0)), fleet)
+    assert isinstance(asking, Placement) and asking.pods[0].node == "a", "what is known is still packed"
+
+
 def test_a_refusal_says_why() -> None:
     labels = {"accelerator-type": "module-910b-8"}
     nodes = [

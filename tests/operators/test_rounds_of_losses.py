@@ -155,22 +155,33 @@ def test_where_no_node_answers_nothing_is_restarted(world: Worlds) -> None:
     assert lab.phase("train") == "Running" and {body["metadata"]["uid"] for body in lab.pods("train")} == before
 
 
-def test_an_npu_that_fails_moves_its_gang(world: Worlds) -> None:
+def sick(lab: Any, node: str, npu: int) -> None:
+    """The device plugin says that an NPU must be left."""
+    fault = [{"npu_name": f"Ascend910-{npu}", "fault_handling": "SeparateNPU", "fault_level": "SeparateNPU"}]
+    listed = {"huawei.com/Ascend910-Unhealthy": f"Ascend910-{npu}", "huawei.com/Ascend910-Fault": json.dumps(fault)}
+    said = {"DeviceInfoCfg": json.dumps({"DeviceInfo": {"DeviceList": listed, "UpdateTime": 0}})}
+    metadata = {"name": f"mindx-dl-deviceinfo-{node}", "namespace": "kube-system"}
+    lab.cluster.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": said})
+
+
+@pytest.mark.parametrize("status", [None, USELESS, 1])
+def test_an_npu_that_fails_moves_its_gang_whatever_its_pod_ended_with(world: Worlds, status: int | None) -> None:
     lab = world(["a", "b"])
     lab.operator.settings = lab.settings.model_copy(update={"device_info_namespace": "kube-system", "device_info_seconds": 1.0})
     lab.submit("train", npus=4, restartPolicy={"backoffSeconds": 0})
     lab.settle()
     (place,) = lab.status("train")["placement"]
-    fault = [{"npu_name": f"Ascend910-{place['npus'][0]}", "fault_handling": "SeparateNPU", "fault_level": "SeparateNPU"}]
-    listed = {"huawei.com/Ascend910-Unhealthy": f"Ascend910-{place['npus'][0]}", "huawei.com/Ascend910-Fault": json.dumps(fault)}
-    said = {"DeviceInfoCfg": json.dumps({"DeviceInfo": {"DeviceList": listed, "UpdateTime": 0}})}
-    metadata = {"name": f"mindx-dl-deviceinfo-{place['node']}", "namespace": "kube-system"}
-    lab.cluster.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": said})
+    sick(lab, place["node"], place["npus"][0])
+    if status is not None:
+        lab.end("train", status=status)
     lab.turn(8, seconds=2)
     lab.settle()
     (after,) = lab.status("train")["placement"]
     assert lab.phase("train") == "Running" and lab.status("train")["restarts"] == 1
     assert (place["node"], place["npus"][0]) not in {(after["node"], npu) for npu in after["npus"]}
+    lab.end("train", status=USELESS)
+    lab.settle()
+    assert lab.phase("train") == "Failed", "with sound NPUs it is the work"
 
 
 def test_pods_that_the_api_server_refuses_hold_no_room_and_say_why(world: Worlds) -> None:

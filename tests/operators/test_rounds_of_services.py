@@ -351,3 +351,31 @@ def test_places_of_replicas_that_a_quota_forbids_are_free_when_nobody_asks_for_t
     lab.change("NPUService", "shop", replicas={"min": 2, "max": 2})
     lab.turn(6, 1.0)
     assert lab.phase("train") == "Running" and lab.phase("shop", "NPUService") == "Running" and ready(lab) == 2
+
+
+@pytest.mark.parametrize("order", [("a-late", "z-early"), ("z-early", "a-late")])
+@pytest.mark.parametrize(("priorities", "first"), [({"a-late": 0, "z-early": 5}, "z-early"), ({"a-late": 0, "z-early": 0}, "a-late")])
+def test_the_last_npu_is_the_more_important_services_whoever_was_heard_of_first(
+    world: Worlds, order: tuple[str, str], priorities: dict[str, int], first: str
+) -> None:
+    lab = world(["a"], npus=1)
+    for name in order:
+        lab.serve(name, priority=priorities[name])
+    lab.settle()
+    assert {name: len(lab.pods(name, "service")) for name in order} == {name: int(name == first) for name in order}
+
+
+def test_a_place_that_was_given_away_is_nobody_elses_although_its_replica_is_not_there_yet(world: Worlds) -> None:
+    lab = world(["a"], npus=1)
+
+    def forbids(verb: str, kind: str, name: str) -> None:
+        if verb == "create" and kind == "Pod" and name.startswith("first"):
+            raise PermanentError("pods is forbidden: exceeded quota")
+
+    lab.cluster.fails = forbids
+    lab.serve("first")
+    lab.turn(3, 1.0)
+    assert lab.status("first", "NPUService")["placement"]
+    lab.serve("second", priority=9)
+    lab.turn(1)
+    assert not lab.pods("second", "service") and not lab.status("second", "NPUService").get("placement"), "two would have one NPU"

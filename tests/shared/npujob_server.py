@@ -12,9 +12,11 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qsl
 
 from semantide.operators.resources import API_VERSION, NPUJob
 from semantide.shared.broker import free_port
@@ -33,7 +35,8 @@ class Gang:
 
 class Cluster:
     """Use as a context manager. ``away``: the API server answers nothing; ``refuse``: status and message for every creation, ``refuse_annotations`` for every
-    annotation; ``pods_stay``: those that were told to end hold up what is being deleted."""
+    annotation; ``pods_stay``: those that were told to end hold up what is being deleted; ``page``: how many a list has at a time; ``unheard``: what is in no list that
+    may be old."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -42,6 +45,8 @@ class Cluster:
         self.away = False
         self.hold = ""
         self.pods_stay = False
+        self.page = 2
+        self.unheard: set[str] = set()
         self.refuse: tuple[int, str] | None = None
         self.refuse_annotations: tuple[int, str] | None = None
         self._environment = environment
@@ -57,7 +62,8 @@ class Cluster:
                 if cluster.away:
                     self.close_connection = True
                     return
-                status, answer = cluster.answer(self.command, self.path.partition("?")[0], body)
+                path, _, query = self.path.partition("?")
+                status, answer = cluster.answer(self.command, path, body, dict(parse_qsl(query)))
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -89,13 +95,15 @@ class Cluster:
         self._http.shutdown()
         self._http.server_close()
 
-    def answer(self, verb: str, path: str, body: Any) -> tuple[int, Any]:
+    def answer(self, verb: str, path: str, body: Any, query: Mapping[str, str] | None = None) -> tuple[int, Any]:
         with self._lock:
             name = path.removeprefix(PREFIX).strip("/")
             self.requests.append(f"{verb} {name}".strip())
             assert path.startswith(PREFIX), path
-            if verb == "GET":
-                return 200, {"items": list(self.jobs.values())}
+            if verb == "GET" and not name:
+                return 200, self._listed(query or {})
+            if verb == "GET" and name in self.jobs:
+                return 200, self.jobs[name]
             if verb == "POST":
                 return self._create(body)
             if name not in self.jobs:
@@ -107,6 +115,15 @@ class Cluster:
             else:
                 self.jobs[name]["metadata"].setdefault("deletionTimestamp", "2026-01-01T00:00:00Z")
             return 200, self.jobs[name]
+
+    def _listed(self, query: Mapping[str, str]) -> Any:
+        """One page; asked for resourceVersion 0 without what the cache behind it has yet to hear of."""
+        assert "limit" in query and not {"continue", "resourceVersion"} <= set(query)
+        there = {name: body for name, body in self.jobs.items() if query.get("resourceVersion") != "0" or name not in self.unheard}
+        first = int(query.get("continue", 0))
+        rest = list(there.values())[first:]
+        more = {"continue": str(first + self.page)} if len(rest) > self.page else {}
+        return {"items": rest[: self.page], "metadata": more}
 
     def _create(self, body: Any) -> tuple[int, Any]:
         name = body["metadata"]["name"]

@@ -19,7 +19,7 @@ from kubernetes import client as kubernetes_client
 from semantide.operators import resources
 from semantide.shared import npujob
 from semantide.shared.cluster_jobs import ClusterRunner, NPUJobs
-from semantide.shared.contracts import ENDED, ClusterWish, JobRecord, JobSpec
+from semantide.shared.contracts import ENDED, JOB_ROOMS, ClusterWish, JobRecord, JobSpec
 from semantide.shared.errors import BadData, Conflict
 from semantide.shared.jobs import Jobs
 from semantide.shared.npujob import Create, Delete, Deployment, End, Found, Note, body, found_of, name_of, next_step, step_after_end
@@ -53,13 +53,29 @@ def test_a_job_asks_for_the_pods_that_its_processes_need() -> None:
     assert (spec({"processes": 4})["worldSize"], spec({"processes": 4})["npusPerPod"]) == (1, 4)
     assert (spec({"processes": 3}, npus_per_pod=0)["worldSize"], spec({"processes": 3}, npus_per_pod=0)["npusPerPod"]) == (3, 0)
     assert spec({"processes": 16}, pods=4)["worldSize"] == 4
-    assert spec(pods=4, kind="tokenize")["worldSize"] == 1, "only training is shared by ranks"
+    assert (spec(pods=4, kind="align")["worldSize"], spec({"processes": 16}, kind="align")["worldSize"]) == (4, 2)
     assert (spec(kind="tokenize")["npusPerPod"], spec(kind="tokenize")["template"]) == (0, {"env": []})
     assert spec(pods=4, least_pods=2, most_pods=8)["elastic"] == {"min": 2, "max": 8}
     assert spec(priority=5, deadline_seconds=60)["priority"] == 5 and "priority" not in spec()
     assert spec()["command"] == ["semantide", "pod", "train-1"] and spec()["restartPolicy"] == {"limit": 4}
     with pytest.raises(BadData, match="12 processes cannot be shared by pods of 8"):
         spec({"processes": 12})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in JOB_ROOMS if kind not in ("train", "align")])
+@pytest.mark.parametrize("wish", [{"pods": 4}, {"least_pods": 2}, {"most_pods": 3}])
+def test_work_that_one_pod_does_alone_is_refused_in_several(kind: str, wish: dict[str, int]) -> None:
+    ((name, value),) = wish.items()
+    with pytest.raises(BadData, match=rf"cluster\.{name} is {value}, and a job of kind {kind} .* only train and align are shared"):
+        spec(kind=kind, **wish)
+    assert spec(kind=kind, pods=1, npus_per_pod=0)["worldSize"] == 1
+    for own, said in (({"worldSize": 2}, "worldSize is 2"), ({"elastic": {"min": 1, "max": 4}}, r"elastic\.max is 4")):
+        with pytest.raises(BadData, match=rf"jobKinds\.{kind}\.{said}"):
+            body(record(spec=JobSpec(kind=kind)), Deployment(kinds={kind: own}), 5)
+    everywhere = Deployment(default={"worldSize": 4, "elastic": {"min": 2, "max": 8}})
+    made = body(record(spec=JobSpec(kind=kind)), everywhere, 5)["spec"]
+    assert made["worldSize"] == 1 and "elastic" not in made, "what is said of all kinds is meant where it can be"
+    assert body(record(), everywhere, 5)["spec"]["worldSize"] == 4
 
 
 states = st.builds(
@@ -161,14 +177,14 @@ def start(make_room: Callable[[str], Any], cluster: Any) -> Iterator[Callable[[]
     runners: list[ClusterRunner] = []
     script = Path(__file__).with_name("pod_run.py")
 
-    def begin(**deployment: Any) -> tuple[Jobs, ClusterRunner]:
+    def begin(idle_seconds: float = 0.2, **deployment: Any) -> tuple[Jobs, ClusterRunner]:
         room = make_room("training")
         common = {"default": {"profile": "cpu", "command": [sys.executable, str(script), "pod"]}, **deployment}
         room = replace(room, settings=room.settings.model_copy(update={"cluster_jobs": common, "job_attempts": 3}))
         configuration = kubernetes_client.Configuration()
         configuration.host, configuration.retries = cluster.url, False
         api = kubernetes_client.CustomObjectsApi(kubernetes_client.ApiClient(configuration))
-        runners.append(ClusterRunner(room, NPUJobs("jobs", api), look_seconds=0.1))
+        runners.append(ClusterRunner(room, NPUJobs("jobs", api), look_seconds=0.1, idle_seconds=idle_seconds))
         runners[-1].start()
         return Jobs(room.broker, room.queues), runners[-1]
 
@@ -220,6 +236,38 @@ def test_a_job_runs_in_pods_and_says_what_it_did(cluster: Any, start: Any, pods:
     assert progress(cluster, job.id)["total"] == 30
     with pytest.raises(Conflict):
         jobs.cancel(job.id)
+
+
+def test_a_list_that_is_a_moment_old_ends_no_job_and_long_ones_come_in_pages(cluster: Any, start: Any) -> None:
+    jobs, _ = start()
+    made = [submit(jobs, steps=10_000, pause=0.05) for _ in range(3)]
+    wait_until(lambda: all(jobs.get(job.id).done > 2 for job in made))
+    cluster.unheard = {made[0].id}
+    asked = len(cluster.requests)
+    wait_until(lambda: cluster.requests[asked:].count(f"GET {made[0].id}") > 1)
+    assert [jobs.get(job.id).state for job in made] == ["running"] * 3
+    cluster.unheard = set()
+    for job in made:
+        jobs.cancel(job.id)
+    assert all(finished(jobs, job.id).state == "cancelled" for job in made)
+
+
+def test_a_room_without_open_jobs_leaves_the_api_server_alone(cluster: Any, start: Any) -> None:
+    jobs, runner = start(idle_seconds=1e9)
+    wait_until(lambda: cluster.requests == ["GET"])  # once at the start: what is left over
+    job = submit(jobs, steps=3)
+    assert finished(jobs, job.id).state == "succeeded"
+    looks: list[int] = []
+    any_open = runner._jobs.any_open
+
+    def counted(room: str) -> bool:
+        looks.append(len(cluster.requests))
+        return bool(any_open(room))
+
+    wait_until(lambda: not runner._busy)
+    runner._jobs.any_open = counted
+    wait_until(lambda: len(looks) > 4)
+    assert looks[-1] == looks[1], "Redis says that there is nothing to look for"
 
 
 def test_a_lost_rank_and_a_killed_pod_start_the_gang_again(cluster: Any, start: Any) -> None:

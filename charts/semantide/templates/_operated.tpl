@@ -111,8 +111,16 @@ ports:
 {{- $labels := merge (dict "app.kubernetes.io/instance" .Release.Name) (include "semantide.release" . | fromYaml) -}}
 {{- $default := include "semantide.withDevices" (dict "root" . "npus" 0 "spec" (dict "template" (include "semantide.jobTemplate" . | fromJson))) | fromJson -}}
 {{- $kinds := dict -}}
+{{- range $kind, $resources := .Values.jobResources -}}
+{{- if and (kindIs "map" $resources) (not $.Values.operatorPodTemplate.resources) -}}
+{{- $_ := set $kinds $kind (dict "template" (dict "resources" $resources)) -}}
+{{- end -}}
+{{- end -}}
 {{- range $kind, $spec := .Values.jobKinds -}}
 {{- if kindIs "map" $spec -}}
+{{- if and (hasKey $kinds $kind) (not (dig "template" "resources" "" $spec)) -}}
+{{- $spec = include "semantide.merged" (dict "base" (get $kinds $kind) "over" $spec) | fromJson -}}
+{{- end -}}
 {{- $_ := set $kinds $kind (ternary (include "semantide.withDevices" (dict "root" $ "npus" $spec.npusPerPod "spec" $spec) | fromJson) $spec (gt (int $spec.npusPerPod) 0)) -}}
 {{- end -}}
 {{- end -}}
