@@ -4,10 +4,10 @@ Artifact ``datasets/...``:
     items.parquet  item, count, title, text, categories (list), attributes (JSON text), available, embedding (list or null)
     users.parquet  user, items (list<int32>, rows of items.parquet, chronological, positive actions only), times (list<int64> ms),
                    actions (list<string>), train_end, valid_end (int32)
-    pages.parquet  user (row of users.parquet), time (ms), items (list<int32>), actions (list<string>): everything shown on one page
+    pages.parquet  user (row of users.parquet), time (ms), items (list<int32>), actions (list<string>), parts (list<int8>): everything shown on one page
     feedback.parquet  user (row of users.parquet, -1 for one who never liked anything), item (row), time (ms), page (number), tab (or null), position (on the
-                   page), signals (list<string>, everything that was done with it), value, propensity (or null), part (0 train, 1 validation, 2 test):
-                   every item that was shown, once for each page
+                   page), signals (list<string>, everything that was done with it), value, propensity (or null), part (0 train, 1 validation, 2 test, by its
+                   latest event): every item that was shown, once for each page
     dataset.json   configuration, counts, what cleaning dropped and why
 Of a user's n events, [:train_end] train, [train_end:valid_end] validate, [valid_end:] test. Nothing at or after
 ``train_end`` may reach training, collaborative vectors or popularity counts (``count`` counts training events only).

@@ -30,8 +30,8 @@ _TOTALS = ("pages", "shown", "ordered", "clicked", "exposed", "disliked", "pages
 class PageCounts:
     """Sums over pages. A positive is an item that was clicked or ordered.
 
-    Shapes: ``totals`` as ``_TOTALS``; ``sizes`` pages of each class; ``positions_N3`` over pages with both positives and others: items shown at a place,
-    positives among them, and positives to be expected if places made no difference.
+    Shapes: ``totals`` as ``_TOTALS``; ``sizes`` pages of each class; ``positions_N3`` over pages with both positives and others on which the places of all items
+    are known: items shown at a place, positives among them, and positives to be expected if places made no difference.
     Units: the expected positives are counted in ``_PARTS``; whole numbers add up to the same whatever the parts of a log.
     """
 
@@ -40,8 +40,8 @@ class PageCounts:
     positions_N3: IntArray
 
     @classmethod
-    def of(cls, offsets_P1: npt.NDArray[np.integer], answers_S: npt.NDArray[np.int8]) -> PageCounts:
-        """Count pages."""
+    def of(cls, offsets_P1: npt.NDArray[np.integer], answers_S: npt.NDArray[np.int8], places_S: npt.NDArray[np.integer]) -> PageCounts:
+        """Count pages; ``places_S`` from 0, -1 where nobody knows the place."""
         lengths = np.diff(offsets_P1).astype(np.int64)
         page = np.repeat(np.arange(len(lengths)), lengths)
         positive_S = answers_S >= CLICKED
@@ -59,11 +59,11 @@ class PageCounts:
             ((exposed_P > 0) & (positives_P > 0)).sum(),
         ]
         sizes = np.bincount(np.maximum(np.searchsorted(SIZES, lengths, side="right") - 1, 0), minlength=len(SIZES))
-        place = np.arange(len(page)) - np.repeat(np.asarray(offsets_P1[:-1], dtype=np.int64), lengths)
-        mixed = ((positives_P > 0) & (positives_P < lengths))[page] & (place < POSITIONS)
+        unknown_P = np.bincount(page[places_S < 0], minlength=len(lengths))
+        mixed = ((positives_P > 0) & (positives_P < lengths) & (unknown_P == 0))[page] & (places_S < POSITIONS)
         share = positives_P * _PARTS // np.maximum(lengths, 1)
         positions = np.zeros((POSITIONS, 3), dtype=np.int64)
-        np.add.at(positions, place[mixed], np.stack([np.ones(mixed.sum(), np.int64), positive_S[mixed], share[page[mixed]]], 1))
+        np.add.at(positions, places_S[mixed], np.stack([np.ones(mixed.sum(), np.int64), positive_S[mixed], share[page[mixed]]], 1))
         return cls(np.array(totals, dtype=np.int64), sizes.astype(np.int64), positions)
 
     def __add__(self, other: PageCounts) -> PageCounts:
@@ -122,6 +122,8 @@ def _verdict(positives: int, exposed: int, together: float, lifts: list[dict[str
         first = f"training by pages can pay: {together:.1%} of the positives stand on a page with another one"
     if not exposed:
         return f"{first}; nothing is known of what was shown and not taken, so exposed items cannot serve and a bias by position cannot be told"
+    if not lifts:
+        return f"{first}; of no page with positives and others the places of all items are known, so a bias by position cannot be told: send `position`"
     strongest = max((entry for entry in lifts if entry["shown"] >= 100), key=lambda entry: abs(entry["lift"] - 1), default=None)
     if strongest is not None and abs(strongest["lift"] - 1) >= 0.1:
         return f"{first}; answers depend on the place: at position {strongest['position']} {strongest['lift']:.2f} times as often as on the page's average"

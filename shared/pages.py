@@ -37,7 +37,7 @@ def answers(intensities: npt.NDArray[np.floating], clicked_from: float = CLICKED
 class Pages:
     """Pages in order of user and time; items in the order in which they were first seen there.
 
-    Shapes: ``users_P``, ``times_P`` [P]; ``offsets_P1`` [P + 1]; ``items_S``, ``intensities_S`` [S].
+    Shapes: ``users_P``, ``times_P`` [P]; ``offsets_P1`` [P + 1]; ``items_S``, ``intensities_S``, ``parts_S`` (0 train, 1 validation, 2 test) [S].
     Units: ``times_P``, of a page's first event, milliseconds.
     """
 
@@ -46,6 +46,7 @@ class Pages:
     offsets_P1: IntArray
     items_S: IntArray
     intensities_S: npt.NDArray[np.float32]
+    parts_S: npt.NDArray[np.int8]
 
     @classmethod
     def load(cls, folder: Path, intensities: Mapping[str, float]) -> Pages:
@@ -58,6 +59,8 @@ class Pages:
             raise Conflict(f"{folder.name} has no pages or does not say how strong its actions are: make the data set anew (`semantide dataset`)")
         with whole(folder, "pages", DATASET_AGAIN):
             table = pq.read_table(path).combine_chunks()
+            if "parts" not in table.column_names:
+                raise Conflict(f"{folder.name} was made by a version that cut pages where a part ended: make the data set anew (`semantide dataset`)")
             lists = table["items"].combine_chunks()
             shown = table["actions"].combine_chunks().flatten().dictionary_encode()
             names = shown.dictionary.to_pylist()
@@ -72,6 +75,7 @@ class Pages:
                 np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
                 lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
                 strength[shown.indices.to_numpy()] if names else strength,
+                table["parts"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int8),
             )
 
     @classmethod
@@ -86,27 +90,19 @@ class Pages:
         """How strongly each item was answered."""
         return answers(self.intensities_S, clicked_from, ordered_from)
 
-    def take(self, kept_P: npt.NDArray[np.bool_]) -> Pages:
-        """Some of the pages."""
-        lengths = np.diff(self.offsets_P1)
-        inside = np.repeat(kept_P, lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths[kept_P])]).astype(np.int64)
-        return Pages(self.users_P[kept_P], self.times_P[kept_P], offsets, self.items_S[inside], self.intensities_S[inside])
+    def take(self, kept_S: npt.NDArray[np.bool_]) -> Pages:
+        """Some of the items, and the pages that have any of them."""
+        lengths = np.bincount(np.repeat(np.arange(len(self)), np.diff(self.offsets_P1))[kept_S], minlength=len(self))
+        offsets = np.concatenate([[0], np.cumsum(lengths[lengths > 0])]).astype(np.int64)
+        columns = (self.users_P[lengths > 0], self.times_P[lengths > 0], offsets, self.items_S[kept_S], self.intensities_S[kept_S], self.parts_S[kept_S])
+        return Pages(*columns)
 
     def training(self, dataset: Dataset) -> tuple[Pages, IntArray]:
-        """The pages of the training part, and how many events of its user's history came before each.
+        """The pages of the training part, without what was held out of them, and how many events of its user's history came before each.
 
-        A temporal split's training part ends at one time for everybody, another one's at its user's first event that is held out. An event at the very moment of the page is on it, not before it.
+        An event at the very moment of the page is on it, not before it.
         """
-        lengths = np.diff(dataset.offsets)
-        ends = np.where(
-            dataset.train_end < lengths,
-            dataset.times[np.minimum(dataset.offsets[:-1] + dataset.train_end, max(len(dataset.times) - 1, 0))] if len(dataset.times) else 0,
-            np.iinfo(np.int64).max,
-        )
-        if valid_time := dataset.header.get("valid_time"):
-            ends = np.full(len(lengths), valid_time, dtype=np.int64)
-        kept = self.take(self.times_P < ends[self.users_P])
+        kept = self.take(self.parts_S == 0)
         return kept, np.minimum(earlier_events(dataset, kept.users_P, kept.times_P), dataset.train_end[kept.users_P])
 
 

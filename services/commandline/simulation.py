@@ -34,6 +34,7 @@ def simulate(
     topics: int = 24,
     sharpness: Annotated[float, typer.Option(help="Of the logging policy: 0 shows what is popular, more shows what people like")] = 2.0,
     order_share: Annotated[float, typer.Option(help="Share of clicks that become orders")] = 0.1,
+    answer_seconds: Annotated[float, typer.Option(help="Mean seconds from an exposure to its answer, then an event of its own; 0: one event for both")] = 0.0,
     form: Annotated[str, typer.Option(help="parquet or jsonl")] = "parquet",
     seed: int = 0,
     as_json: AsJson = False,
@@ -42,7 +43,17 @@ def simulate(
     from semantide.shared.simulator.log import Simulation
     from semantide.shared.simulator.users import SimulatorConfig
 
-    config = SimulatorConfig(users=users, items=items, sessions=sessions, days=days, topics=topics, sharpness=sharpness, order_share=order_share, seed=seed)
+    config = SimulatorConfig(
+        users=users,
+        items=items,
+        sessions=sessions,
+        days=days,
+        topics=topics,
+        sharpness=sharpness,
+        order_share=order_share,
+        answer_seconds=answer_seconds,
+        seed=seed,
+    )
     counts = Simulation(config).write(out, form)
     if as_json:
         display.as_json(counts)

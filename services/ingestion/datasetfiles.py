@@ -177,7 +177,7 @@ def write_dataset(
         "valid_time": splitting.valid_time if splitting.split == "temporal" else 0,
         "test_time": splitting.test_time if splitting.split == "temporal" else 0,
         "page_report": sum((PageCounts.from_flat(table["count"].to_numpy()) for table in finished.tables("page_counts")), PageCounts.nothing()).report(),
-        "pages": "a page is in the training part where its time is before the user's times[train_end]; pages are cut at the ends of the parts",
+        "pages": "an item on a page is of the part of its latest event there (parts: 0 train, 1 validation, 2 test); of a split by pages all items of a page are of one part",
     }
     (folder / "dataset.json").write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
     return header

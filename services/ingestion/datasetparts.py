@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 
 from semantide.services.ingestion.cleaning import CleaningConfig, clean, latest, thinned
 from semantide.services.ingestion.eventlog import SEGMENT_SCHEMA
-from semantide.services.ingestion.exposures import Told, exposures
-from semantide.services.ingestion.pages import Shown, page_numbers, pages
+from semantide.services.ingestion.exposures import Exposures, Told, exposures
+from semantide.services.ingestion.pages import Shown, group_begins, group_times, page_numbers
 from semantide.services.ingestion.schema import completed
 from semantide.services.ingestion.signals import Signals
 from semantide.services.ingestion.splits import SplitConfig, split
@@ -125,31 +125,34 @@ def times_of(positives: pa.Table, low: int, width: int) -> dict[str, Output]:
 def finish(
     events: pa.Table, positives: pa.Table, users: pa.Table, tabs: pa.Table, rows: pa.Table, splitting: SplitConfig, session_gap_seconds: int, signals: Signals
 ) -> dict[str, Output]:
-    """Histories, pages, exposures and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none."""
+    """Histories, pages, exposures and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none.
+
+    An exposure is of one part, that of its latest event, so what is held out stands nowhere in training as shown and not taken; of a split by pages all of a page is.
+    """
     row_of = rows["row"].to_numpy()
     number, times = positives["user"].to_numpy(), positives["time"].to_numpy()
     item_rows = row_of[positives["item"].to_numpy()]
     present, starts = np.unique(number, return_index=True)
     offsets = np.append(starts, len(number)).astype(np.int64)
     lengths = np.diff(offsets)
-    gap_ms = session_gap_seconds * 1000
-    never = np.full(users.num_rows, _NEVER)
-    liked = Shown(number, item_rows, times, *(positives[name].to_numpy() for name in ("action", "page", "tab")))
-    parts = split(times, offsets, splitting, page_numbers(liked, never, never, gap_ms) if len(number) else times)
+
+    seen_row = row_of[events["item"].to_numpy()]
+    known = seen_row >= 0
+    shown = Shown(*(seen_row[known] if name == "item" else events[name].to_numpy()[known] for name in ("user", "item", "time", "page", "tab")))
+    told = Told(shown.item, shown.time, *(events[name].to_numpy()[known] for name in ("action", "position", "propensity", "value", "signals")))
+    found = exposures(told, page_numbers(shown, session_gap_seconds * 1000), signals)
+
+    # When the stretch that each event stands for began: that of its page, where pages are held out.
+    begins = group_times(shown, group_begins(shown, found.first, found.page), number, times) if splitting.split == "last-page" else times
+    parts = split(times, offsets, splitting, begins)
     within = np.arange(len(item_rows)) - np.repeat(offsets[:-1], lengths)
     counts = np.bincount(item_rows[within < np.repeat(parts.train_end, lengths)], minlength=len(row_of))
     counted = np.flatnonzero(counts)
 
     def time_at(ends: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         inside = ends < lengths
-        return np.where(inside, times[np.where(inside, offsets[:-1] + ends, 0)] if len(times) else 0, _NEVER)
+        return np.where(inside, begins[np.where(inside, offsets[:-1] + ends, 0)] if len(times) else 0, _NEVER)
 
-    row_of_user = np.full(users.num_rows, -1, np.int32)
-    row_of_user[present] = np.arange(len(present), dtype=np.int32)
-    seen_user, seen_row = row_of_user[events["user"].to_numpy()], row_of[events["item"].to_numpy()]
-    seen = (seen_user >= 0) & (seen_row >= 0)
-    named = (events[name].to_numpy() for name in ("time", "action", "page", "tab"))
-    time, action, page, tab = (column[seen] for column in named)
     # Those who never liked anything have no row among the users, and what they were shown tells as much as what others were.
     ends = np.full((2, users.num_rows), _NEVER)
     if splitting.split == "temporal":
@@ -157,12 +160,17 @@ def finish(
         ends[:] = [[splitting.valid_time], [splitting.test_time]]
     else:
         ends[:, present] = time_at(parts.train_end), time_at(parts.valid_end)
-    valid_time, test_time = ends[:, present]
-    shown = pages(Shown(seen_user[seen], seen_row[seen], time, action, page, tab), valid_time, test_time, signals, session_gap_ms=gap_ms)
-    feedback = _feedback(events, tabs, seen_row, row_of_user, ends, signals, gap_ms)
+    user, last = shown.user[found.first], found.last
+    if splitting.split == "last-page" and len(last):
+        last = np.maximum.reduceat(last, np.flatnonzero(np.append(True, np.diff(found.page) != 0)))[found.page]
+    part = ((shown.time[last] >= ends[0][user]).astype(np.int8) + (shown.time[last] >= ends[1][user])).astype(np.int8)
+
+    row_of_user = np.full(users.num_rows, -1, np.int32)
+    row_of_user[present] = np.arange(len(present), dtype=np.int32)
+    pages, page_counts = _pages(shown, found, row_of_user[user], part, signals)
     figures = (
         len(present), len(item_rows), int(parts.train_end.sum()), int((parts.valid_end - parts.train_end).sum()), int((lengths - parts.valid_end).sum()),
-        len(shown.user), feedback.num_rows, int(lengths.max(initial=0)),
+        pages.num_rows, len(part), int(lengths.max(initial=0)),
     )  # fmt: skip
     return {
         "users": pa.table(
@@ -175,49 +183,45 @@ def finish(
                 "valid_end": pa.array(parts.valid_end, pa.int32()),
             }
         ),
-        "pages": pa.table(
-            {
-                "user": shown.user,
-                "time": shown.time,
-                "items": _lists(shown.offsets, shown.items),
-                "actions": _lists(shown.offsets, signals.words(shown.actions)),
-            }
-        ),
-        "feedback": feedback,
+        "pages": pages,
+        "feedback": _feedback(shown, found, row_of_user[user], part, tabs, signals),
         "counts": pa.table({"row": pa.array(counted, pa.int32()), "count": pa.array(counts[counted], pa.int64())}),
-        "page_counts": pa.table({"count": PageCounts.of(shown.offsets, answers(signals.intensity(shown.actions))).flat()}),
+        "page_counts": pa.table({"count": page_counts.flat()}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),
     }
 
 
-def _feedback(
-    events: pa.Table,
-    tabs: pa.Table,
-    seen_row: npt.NDArray[np.int32],
-    row_of_user: npt.NDArray[np.int32],
-    ends: npt.NDArray[np.int64],
-    signals: Signals,
-    session_gap_ms: int,
-) -> pa.Table:
-    """Every exposure of an item that has a row; ``ends`` are the times from which on each user validates and tests."""
-    known = seen_row >= 0
-    user, time, action, page, tab = (events[name].to_numpy()[known] for name in ("user", "time", "action", "page", "tab"))
-    shown = Shown(user, seen_row[known], time, action, page, tab)
-    told = Told(shown.item, time, *(events[name].to_numpy()[known] for name in ("position", "propensity", "value", "signals")))
-    found = exposures(told, page_numbers(shown, ends[0], ends[1], session_gap_ms) if len(user) else np.zeros(0, np.int64))
-    user, time, tab = user[found.first], time[found.first], tab[found.first]
+def _pages(shown: Shown, found: Exposures, rows: npt.NDArray[np.int32], part: npt.NDArray[np.int8], signals: Signals) -> tuple[pa.Table, PageCounts]:
+    """The pages of those who have a row among the users, and what they are like."""
+    mine = rows >= 0
+    first, action = found.first[mine], found.action[mine]
+    begins = np.flatnonzero(np.append(True, np.diff(found.page[mine]) != 0))[: len(first)]
+    offsets = np.append(begins, len(first)).astype(np.int32)
+    table = {
+        "user": rows[mine][begins],
+        "time": shown.time[first[begins]],
+        "items": _lists(offsets, shown.item[first]),
+        "actions": _lists(offsets, signals.words(action)),
+        "parts": _lists(offsets, part[mine]),
+    }
+    return pa.table(table), PageCounts.of(offsets, answers(signals.intensity(action)), found.position[mine])
+
+
+def _feedback(shown: Shown, found: Exposures, rows: npt.NDArray[np.int32], part: npt.NDArray[np.int8], tabs: pa.Table, signals: Signals) -> pa.Table:
+    """Every exposure of an item that has a row."""
+    tab = shown.tab[found.first]
     return pa.table(
         {
-            "user": row_of_user[user],
+            "user": rows,
             "item": shown.item[found.first],
-            "time": time,
+            "time": shown.time[found.first],
             "page": found.page,
             "tab": pa.DictionaryArray.from_arrays(pa.array(tab, mask=tab < 0), tabs["tab"].combine_chunks()).cast(pa.string()),
             "position": pa.array(found.position, mask=found.position < 0),
             "signals": signals.words_of_sets(found.signals),
             "value": pa.array(found.value, from_pandas=True),
             "propensity": pa.array(found.propensity, from_pandas=True),
-            "part": ((time >= ends[0][user]).astype(np.int8) + (time >= ends[1][user])).astype(np.int8),
+            "part": part,
         }
     )
 

@@ -1,7 +1,7 @@
 """Exposures with all of their feedback: what was shown, where, how it came to be shown, and everything that the user did with it.
 
 An exposure is one item on one page (``pages.py``). Its signals are the actions of all its events; an order that comes back as an event of its own belongs to
-the exposure on the page that it names, or in whose session it happened.
+the exposure on the page that it names, or in whose session it happened, however much later it comes.
 Legend: E events, X exposures.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semantide.services.ingestion.pages import IntArray
-from semantide.services.ingestion.signals import Masks
+from semantide.services.ingestion.signals import Masks, Numbers, Signals
 
 Floats = npt.NDArray[np.float32]
 
@@ -27,6 +27,7 @@ class Told:
 
     item: npt.NDArray[np.int32]
     time: IntArray
+    action: Numbers
     position: npt.NDArray[np.int32]
     propensity: Floats
     value: Floats
@@ -37,25 +38,28 @@ class Told:
 class Exposures:
     """Exposures in order of user, page and place.
 
-    Shapes: all [X]. ``first`` is the first event of each; ``page`` numbers pages from 0; ``position`` is the place that was said, else by time among the
-    items of the page, -1 where several came in the same millisecond; ``signals`` are sets of actions.
+    Shapes: all [X]. ``first`` and ``last`` are the first and the last event of each; ``page`` numbers pages from 0; ``position`` is the place that was said,
+    of a page of which none is said the place by time, -1 where several came in the same millisecond; ``action`` is the strongest action, a dislike before all
+    others; ``signals`` are sets of actions.
     """
 
     first: IntArray
+    last: IntArray
     page: IntArray
+    action: Numbers
     position: npt.NDArray[np.int32]
     propensity: Floats
     value: Floats
     signals: Masks
 
 
-def exposures(events: Told, page: IntArray) -> Exposures:
+def exposures(events: Told, page: IntArray, signals: Signals) -> Exposures:
     """Fold events into exposures; ``page`` numbers each event's page.
 
     Of several places or propensities the first that is said counts, of several values the last.
     """
     if not len(page):
-        return Exposures(page, page, events.position, events.propensity, events.value, events.signals)
+        return Exposures(page, page, page, events.action, events.position, events.propensity, events.value, events.signals)
     key = page * (int(events.item.max()) + 1) + events.item
     order = np.argsort(key, kind="stable")  # each exposure's events together, in their order
     starts = np.flatnonzero(np.append(True, key[order[1:]] != key[order[:-1]]))
@@ -74,9 +78,13 @@ def exposures(events: Told, page: IntArray) -> Exposures:
     together = (np.diff(events.time[first]) == 0) & (np.diff(page[first]) == 0)
     place = np.arange(len(first)) - np.repeat(begins, lengths)
     place[np.append(together, False) | np.append(False, together)] = -1
+    # Beside places that are said those by time count something else.
+    place[np.repeat(np.logical_or.reduceat(said_position >= 0, begins), lengths)] = -1
     return Exposures(
         first=first,
+        last=order[ends - 1][by_place],
         page=np.repeat(np.arange(len(begins)), lengths),
+        action=signals.strongest(events.action[order], starts, dislike_first=True)[by_place],
         position=np.where(said_position >= 0, events.position[said_position], place).astype(np.int32),
         propensity=np.where(said_propensity >= 0, events.propensity[said_propensity], np.float32(np.nan)),
         value=np.where(last_value >= 0, events.value[last_value], np.float32(np.nan)),

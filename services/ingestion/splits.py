@@ -1,7 +1,7 @@
 """Which of a user's events train, validate and test.
 
-Leave-one-out: the last is for the test, the one before for validation; a user of fewer than three only trains. Last-page: the same of pages, whose
-events are then predicted together. Between users both leak time, as the protocol always does: the temporal split does not, since all that trains happened
+Leave-one-out: the last is for the test, the one before for validation; a user of fewer than three only trains. Last-page: the same of pages, or of groups of
+pages that were seen at the same time, whose events are then predicted together. Between users both leak time, as the protocol always does: the temporal split does not, since all that trains happened
 before all that is judged.
 Legend: U users, E events.
 """
@@ -42,14 +42,14 @@ class Split:
     test_time: int = 0
 
 
-def split(times: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], config: SplitConfig, pages: npt.NDArray[np.int64] | None = None) -> Split:
-    """Split histories whose events are in order; a temporal split's two times must be known, and the page of each event where the last pages are held out.
+def split(times: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], config: SplitConfig, begins: npt.NDArray[np.int64] | None = None) -> Split:
+    """Split histories whose events are in order; a temporal split's two times must be known, and when each event's page began where the last pages are held out.
 
-    Shapes: ``times``, ``pages`` [E], ``offsets`` [U + 1].
+    Shapes: ``times``, ``begins`` [E], ``offsets`` [U + 1].
     """
     if config.split == "last-page":
-        assert pages is not None
-        return _last_pages(offsets, pages)
+        assert begins is not None
+        return _last_pages(offsets, begins)
     if config.split == "leave-one-out":
         lengths = np.diff(offsets)
         held_out = lengths >= 3
@@ -61,7 +61,6 @@ def split(times: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], config: 
 
 
 def _last_pages(offsets: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> Split:
-    """Where events of two pages mix, a page ends at the other's first."""
     lengths = np.diff(offsets)
     user = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.flatnonzero(np.append(True, (user[1:] != user[:-1]) | (pages[1:] != pages[:-1]))[: len(pages)])

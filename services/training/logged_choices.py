@@ -78,11 +78,19 @@ class LoggedPages:
     ) -> LoggedPages:
         """The pages of a part, of ``max_users`` drawn people; ``events`` where a ranker looks at what was done.
 
-        Of a page counts what is known from its first place on without a gap, for what stood before a place is what its chance is given. Left out are people and moments without a history.
+        A page is of the part in whose time it began: which part an exposure is of depends on when it was answered. Of a page counts what is known from its first place on without a gap, for what stood
+        before a place is what its chance is given. Left out are people and moments without a history.
 
-        Raises: Conflict for a data set that does not say how strong its actions are, BadData where no chance is known.
+        Raises: Conflict for a data set that does not say how strong its actions are or was not split by time, BadData where no chance is known.
         """
-        rows, page_C = _known_places(feedback, part, question)
+        bounds = [dataset.header.get("valid_time"), dataset.header.get("test_time")]
+        if not all(bounds):
+            split = dataset.header.get("config", {}).get("split", "by events")
+            raise Conflict(
+                f"a log says what a model would have earned only if its pages were not chosen by what was clicked, and the split of this data set is {split}, whose parts begin at what was liked: "
+                "make one that is split by time (`semantide dataset --set split=temporal`)"
+            )
+        rows, page_C = _known_places(feedback, np.array(bounds), part, question)
         first = np.flatnonzero(np.append(True, np.diff(page_C) != 0))[: len(rows)]
         users_G, times_G = feedback.users[rows[first]], np.minimum.reduceat(feedback.times[rows], first) if len(rows) else np.zeros(0, np.int64)
         ends_G = history_ends(dataset, users_G, times_G)
@@ -116,9 +124,12 @@ class LoggedPages:
         )
 
 
-def _known_places(feedback: Feedback, part: Part, question: Question) -> tuple[IntArray, IntArray]:
-    """Exposures of pages that are known from the first place on without a gap, in the order of page and place, and the number of each one's page."""
-    rows = np.flatnonzero((feedback.parts == PARTS.index(part)) & (feedback.users >= 0))
+def _known_places(feedback: Feedback, bounds: IntArray, part: Part, question: Question) -> tuple[IntArray, IntArray]:
+    """Exposures of pages that began in the part and are known from the first place on without a gap, in the order of page and place, and the number of each one's page."""
+    rows = np.flatnonzero((feedback.users >= 0) & (feedback.positions >= 0))
+    begins_P = np.full(int(feedback.pages.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(begins_P, feedback.pages, feedback.times)
+    rows = rows[np.searchsorted(bounds, begins_P[feedback.pages[rows]], side="right") == PARTS.index(part)]
     rows = rows[np.lexsort((feedback.positions[rows], feedback.pages[rows]))]
     unknown_C = np.isnan(feedback.propensities[rows]) & (question == "pages")
     new = np.append(True, np.diff(feedback.pages[rows]) != 0)[: len(rows)]

@@ -91,7 +91,9 @@ class PageSampler:
         asked = config.pages
         training, seen_G = pages.training(dataset)
         answers_S = training.answers(asked.clicked_from, asked.ordered_from)
-        self._report = PageCounts.of(training.offsets_P1, answers_S).report()
+        # Places are not kept with pages, and without what was held out of them they would mislead: the data set's report has them.
+        report = PageCounts.of(training.offsets_P1, answers_S, np.full(len(answers_S), -1)).report()
+        self._report = {name: value for name, value in report.items() if name not in ("positions", "verdict")}
         self._positive_S, self._exposed_S = answers_S >= CLICKED, answers_S == EXPOSED
         if not self._positive_S.any():
             raise BadData(
@@ -107,7 +109,7 @@ class PageSampler:
             np.maximum.at(last_U, training.users_P, stretch_G)
             kept_G &= stretch_G == last_U[training.users_P]
         inside_S = kept_G[page_of_S]
-        self._pages, self._seen_G = training.take(kept_G), seen_G[kept_G]
+        self._pages, self._seen_G = training.take(inside_S), seen_G[kept_G]
         self._answers_S, self._positive_S, self._exposed_S = answers_S[inside_S], self._positive_S[inside_S], self._exposed_S[inside_S]
         self._page_of_S = np.repeat(np.arange(len(self._pages)), np.diff(self._pages.offsets_P1))
         weights = np.array([asked.clicked_weight, asked.ordered_weight], dtype=np.float32)

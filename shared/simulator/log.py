@@ -6,6 +6,7 @@ Legend: B people of a block, R of them who look at a page, S places of a page.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,9 +142,14 @@ class Simulation:
         }
         return pa.table(columns, schema=LOG_SCHEMA)
 
+    def logged(self, users_B: Numbers) -> Iterator[pa.Table]:
+        """The events of these people as a shop would send them: with ``answer_seconds`` what was done comes later than what was shown."""
+        for _, table in self.pages(users_B):
+            yield _with_late_answers(table, self.config) if self.config.answer_seconds else table
+
     def log(self) -> pa.Table:
         """The whole log, in memory."""
-        return pa.concat_tables([table for users in self.blocks() for _, table in self.pages(users)] or [LOG_SCHEMA.empty_table()])
+        return pa.concat_tables([table for users in self.blocks() for table in self.logged(users)] or [LOG_SCHEMA.empty_table()])
 
     def items(self) -> pa.Table:
         """The items, with titles and categories that say something of their topics."""
@@ -178,9 +184,9 @@ class Simulation:
         items, rows, clicks, orders = self.items(), 0, 0, 0
         with _Writer(folder / f"interactions.{form}", LOG_SCHEMA) as log:
             for users in self.blocks():
-                for _, table in self.pages(users):
+                for table in self.logged(users):
                     log.write(table)
-                    rows += table.num_rows
+                    rows += table.num_rows - table["position"].null_count  # answers on their own have no place
                     names = table["signals"].combine_chunks().flatten().value_counts().to_pylist()
                     counts = {entry["values"]: entry["counts"] for entry in names}
                     clicks, orders = clicks + counts.get("click", 0), orders + counts.get("order", 0)
@@ -189,6 +195,23 @@ class Simulation:
             catalog.write(items)
         (folder / CARD).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
         return {"users": self.config.users, "items": self.config.items, "exposures": rows, "clicks": clicks, "orders": orders}
+
+
+def _with_late_answers(table: pa.Table, config: SimulatorConfig) -> pa.Table:
+    """Exposures without what was done, and behind them the answers, which name their page; the wait is exponential."""
+    columns = {name: table[name].to_pylist() for name in LOG_SCHEMA.names}
+    answered = [row for row, action in enumerate(columns["action"]) if action != "exposure"]
+    answers: dict[str, list[Any]] = {name: [columns[name][row] for row in answered] for name in ("user", "item", "action", "page", "value", "signals")}
+    luck = uniform(config.seed, "answer", np.array([zlib.crc32(columns["event_id"][row].encode()) for row in answered], dtype=np.int64))
+    waits = 1 + np.rint(-1000 * config.answer_seconds * np.log1p(-luck)).astype(np.int64)
+    answers["time"] = (np.array([columns["time"][row] for row in answered], dtype=np.int64) + waits).tolist()
+    answers["event_id"] = [f"{columns['event_id'][row]}/answer" for row in answered]
+    for row in answered:
+        columns["action"][row], columns["signals"][row], columns["value"][row] = "exposure", [], None
+    nothing = [None] * len(answered)
+    return pa.concat_tables(
+        [pa.table(columns, schema=LOG_SCHEMA), pa.table({name: answers.get(name, nothing) for name in LOG_SCHEMA.names}, schema=LOG_SCHEMA)]
+    )
 
 
 class _Writer:

@@ -28,6 +28,7 @@ class SimulatorConfig:
 
     ``order_share`` of clicks become orders (a video log has none to be fitted to); ``position_bias`` is the exponent by which attention falls with the place, ``fatigue`` what each item of a topic takes from the
     next one's log odds within a visit. ``sharpness`` of the logging policy: 0 shows what is popular, more shows what people like. ``uniform_share`` of its draws ignore both.
+    ``answer_seconds`` is the mean time from an exposure to its answer, which is then an event of its own; 0 writes both as one.
     Units: ``sessions`` a user on average, within ``days``; ``start_ms`` milliseconds since 1970; ``slots`` of a page, least and most.
     """
 
@@ -44,6 +45,7 @@ class SimulatorConfig:
     fatigue: float = 0.15
     sharpness: float = 2.0
     uniform_share: float = 0.05
+    answer_seconds: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,8 +58,8 @@ class SimulatorConfig:
             raise ValueError(f"items is {self.items}: a world needs at least two pages of them, {2 * self.slots[1]}")
         if not 0 < self.order_share < 1 or not 0 < self.uniform_share <= 1:
             raise ValueError(f"order_share is {self.order_share} and uniform_share {self.uniform_share}: give shares above 0, below or up to 1")
-        if self.sessions <= 0 or self.position_bias < 0 or self.fatigue < 0 or self.sharpness < 0 or self.seed < 0:
-            raise ValueError("sessions must be above 0; position_bias, fatigue, sharpness and seed not below it")
+        if self.sessions <= 0 or self.position_bias < 0 or self.fatigue < 0 or self.sharpness < 0 or self.answer_seconds < 0 or self.seed < 0:
+            raise ValueError("sessions must be above 0; position_bias, fatigue, sharpness, answer_seconds and seed not below it")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semantide.services.ingestion.datasetfiles import DatasetConfig, write_dataset
@@ -81,6 +82,8 @@ def kuairand(folder: Path) -> Log:
 def sample(folder: Path) -> Log:
     """The KuaiRand sample of the repository."""
     log = pq.read_table(folder / "interactions.parquet")
+    signals = pc.split_pattern(log["signals"].cast(pa.string()), " ")  # as an import takes them
+    log = log.set_column(log.column_names.index("signals"), "signals", signals)
     items = pq.read_table(folder / "items.parquet").select(["id", "title", "text", "categories"]).to_pylist()
     return log, _named([{**row, "categories": list(row["categories"])} for row in items])
 

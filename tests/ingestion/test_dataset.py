@@ -91,17 +91,34 @@ def test_the_last_pages_are_held_out_whole(tmp_path: Path) -> None:
     rows = [("u", f"i{n}", n, "click", page) for n, page in enumerate("aabbbccd")]
     rows += [("v", f"i{n}", 100 * MINUTE * (n // 2) + n, "click") for n in range(6)]  # sessions
     rows += [("w", "i0", 1, "click", "a"), ("w", "i1", 2, "click", "b"), ("x", "i0", 1, "click", "p")]
-    rows += [("y", f"i{n}", n, "click", page) for n, page in enumerate("pqpqr")]
-    data = made(tmp_path, [*rows, ("u", "i1", 7, "exposure", "d")], split="last-page")
+    rows += [("y", f"i{n}", n, "click", page) for n, page in enumerate("opqpqr")]
+    data = made(tmp_path, [*rows, ("u", "i1", 8, "exposure", "d")], split="last-page")
     ends = list(zip(data.train_end.tolist(), data.valid_end.tolist(), strict=True))
-    assert ends == [(5, 7), (2, 4), (2, 2), (1, 1), (3, 4)], "few pages only train, and pages that mix end where the other begins"
+    assert ends == [(5, 7), (2, 4), (2, 2), (1, 1), (1, 5)], "few pages only train, and pages that mix are held out together"
     assert [len(targets) for _, _, targets in data.cases("test")] == [1, 2, 1]
     pages = pq.read_table(tmp_path / "pages.parquet").to_pylist()
-    assert [len(page["items"]) for page in pages if page["user"] == 0] == [2, 3, 2, 2]
+    assert [(len(page["items"]), set(page["parts"])) for page in pages if page["user"] == 0] == [(2, {0}), (3, {0}), (2, {1}), (2, {2})]
+    assert [set(page["parts"]) for page in pages if page["user"] == 4] == [{0}, {1}, {1}, {2}]
     report = data.header["page_report"]
     assert (report["pages_with_two"], report["exposed"]) == (sum(sum(one != "exposure" for one in page["actions"]) > 1 for page in pages), 1)
     with pytest.raises(ValueError, match="use leave-one-out, last-page or temporal"):
         made(tmp_path, rows, split="page")
+
+
+def test_a_held_out_page_begins_with_its_first_exposure_and_an_answer_does_not_make_it_longer(tmp_path: Path) -> None:
+    rows = [
+        ("u", item, hour * 60 * MINUTE, "exposure", page)
+        for hour, (page, items) in enumerate([("p", "ab"), ("q", "cd"), ("r", "ef"), ("s", "gh"), ("t", "ij")])
+        for item in items
+    ]
+    rows += [("u", item, (hour * 60 + 2) * MINUTE, "click", page) for hour, page, item in [(0, "p", "a"), (1, "q", "c"), (2, "r", "f"), (3, "s", "g")]]
+    rows.append(("u", "d", (4 * 60 + 5) * MINUTE, "order", "q"))  # long after its page, when the last one, on which nothing was clicked, had come
+    data = made(tmp_path, rows, catalogue({"item": "i"}, {"item": "j"}), split="last-page")
+    assert (names(data, 0), data.train_end.tolist(), data.valid_end.tolist()) == (["a", "c", "f", "g", "d"], [3], [4])
+    pages = pq.read_table(tmp_path / "pages.parquet").to_pylist()
+    # What is held out of a page takes all of it along; b, e and h were neither described nor liked.
+    assert [page["parts"] for page in pages] == [[0], [2, 2], [0], [1], [2, 2]]
+    assert [row["part"] for row in feedback(tmp_path)] == [0, 2, 2, 0, 1, 2, 2]
 
 
 def test_exposures_and_dislikes_are_on_pages_but_not_in_histories(tmp_path: Path) -> None:
@@ -120,12 +137,12 @@ def test_exposures_and_dislikes_are_on_pages_but_not_in_histories(tmp_path: Path
     assert shown == [("a", "click"), ("b", "exposure"), ("c", "hate")], "d was never described nor used"
 
 
-def test_sessions_end_after_silence_and_pages_never_reach_over_a_split(tmp_path: Path) -> None:
+def test_sessions_end_after_silence_and_what_is_held_out_of_a_page_is_told_apart(tmp_path: Path) -> None:
     rows = [("u", f"i{n}", moment * MINUTE, "click") for n, moment in enumerate([0, 10, 39, 70, 80, 81])]
     made(tmp_path, rows, session_gap_seconds=1800)
     pages = pq.read_table(tmp_path / "pages.parquet")
-    assert [len(items) for items in pages["items"].to_pylist()] == [3, 1, 1, 1]
-    assert pages["time"].to_pylist() == [0, 70 * MINUTE, 80 * MINUTE, 81 * MINUTE]
+    assert pages["parts"].to_pylist() == [[0, 0, 0], [0, 1, 2]]
+    assert pages["time"].to_pylist() == [0, 70 * MINUTE]
 
 
 def test_repeats_in_a_row_fold_into_their_strongest(tmp_path: Path) -> None:
@@ -176,14 +193,16 @@ def test_temporal_split_trains_only_on_the_past(tmp_path: Path) -> None:
 def test_a_temporal_splits_times_part_exposures_and_pages_of_everybody(tmp_path: Path) -> None:
     """Of those who like nothing after them, too, and of those who like something only long after them."""
     liked = [
-        ("quits", "a", 10, "click"),
-        ("returns", "a", 10, "click"),
-        ("returns", "b", 150, "click"),
-        ("returns", "c", 290, "click"),
-        ("late", "c", 295, "click"),
+        ("quits", "a", 10, "click", "o"),
+        ("returns", "a", 10, "click", "o"),
+        ("returns", "b", 150, "click", "s"),
+        ("returns", "c", 290, "click", "t"),
+        ("late", "c", 295, "click", "t"),
     ]
     shown = [
-        (user, item, time, "exposure") for user in ("quits", "returns", "late", "silent") for item, time in (("b", 90), ("c", 101), ("a", 180), ("b", 205))
+        (user, item, time, "exposure", page)
+        for user in ("quits", "returns", "late", "silent")
+        for page, item, time in (("p", "b", 90), ("q", "c", 101), ("q", "a", 180), ("r", "b", 205))
     ]
     data = made(tmp_path, liked + shown, split="temporal", valid_time=100, test_time=200, keep_cold_items=True)
     feedback = pq.read_table(tmp_path / "feedback.parquet")
@@ -193,7 +212,7 @@ def test_a_temporal_splits_times_part_exposures_and_pages_of_everybody(tmp_path:
     kept, _ = Pages.load(tmp_path, ACTIONS).training(data)
     shown_there = np.repeat(kept.times_P, np.diff(kept.offsets_P1))
     assert {data.user_ids[user] for user in kept.users_P} == {"quits", "returns", "late"} and kept.times_P.max() < 100
-    assert len(shown_there) == 5, "no page reaches over the split"
+    assert len(shown_there) == 5, "what came later is of a later part"
 
 
 def test_max_history_keeps_the_latest(tmp_path: Path) -> None:
@@ -300,6 +319,88 @@ def test_a_broken_off_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
         assert digest_file(path) == digest_file(tmp_path / "resumed" / path.name), path.name
 
 
+SHOWN = st.lists(  # pages: user, minutes since the one before, items, and of those that were taken after how many minutes
+    st.tuples(st.sampled_from("uvw"), st.integers(0, 40), st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=4, unique=True), st.dictionaries(st.integers(0, 3), st.integers(1, 90), max_size=3)),
+    min_size=3, max_size=24,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pages=SHOWN, split=st.sampled_from(["leave-one-out", "last-page", "temporal"]), named=st.booleans())
+def test_an_answer_that_comes_later_joins_its_exposure_and_takes_it_along(
+    tmp_path_factory: pytest.TempPathFactory, pages: list[tuple[str, int, list[str], dict[int, int]]], split: str, named: bool
+) -> None:
+    """So nothing that is held out stands in training as shown and not taken, nor is it known there that it was taken."""
+    rows, taken, now = [], {}, 0
+    for number, (user, pause, items, answers) in enumerate(pages):
+        now += pause * MINUTE + 1
+        # Without names, pages are told apart by silence.
+        begin, page = (now, f"p{number}") if named else (now + number * 200 * MINUTE, None)
+        rows += [(user, item, begin, "exposure", page) for item in items]
+        for place, wait in answers.items():
+            if place < len(items):
+                moment = begin + (wait if named else wait % 29 + 1) * MINUTE
+                rows.append((user, items[place], moment, "click", page))
+                taken[user, items[place], begin] = moment
+    folder = tmp_path_factory.mktemp("late")
+    try:
+        data = made(folder, rows, split=split, deduplicate="none")
+    except BadData:
+        return
+    found, number_of = feedback(folder), {name: row for row, name in enumerate(data.item_ids)}
+    shown = [(user, item, time) for user, item, time, action, _ in rows if action == "exposure" and item in number_of]
+    assert len(found) == len(shown)
+    name_of = dict(enumerate(data.user_ids)) | {-1: None}
+    exposed = {(name_of[row["user"]], data.item_ids[row["item"]], row["time"]): row for row in found if row["user"] >= 0}
+    ends = {
+        user: [len(data.history(row)) and train, valid]
+        for row, (user, train, valid) in enumerate(zip(data.user_ids, data.train_end.tolist(), data.valid_end.tolist(), strict=True))
+    }
+    for (user, item, time), moment in taken.items():
+        row = exposed[user, item, time]
+        assert row["signals"] == ["click"]
+        numbers = [
+            place
+            for place, own in enumerate(data.times[data.offsets[data.user_ids.index(user)] : data.offsets[data.user_ids.index(user) + 1]])
+            if own == moment
+        ]
+        if row["part"] == 0:
+            assert max(numbers) < ends[user][0], "what is held out is not known in training"
+        if split == "temporal":
+            assert row["part"] == (moment >= data.header["valid_time"]) + (moment >= data.header["test_time"])
+    assert all(key in taken or not row["signals"] for key, row in exposed.items())
+    stored = Pages.of(data, folder)
+    assert [(data.user_ids[user], time) for user, time in zip(stored.users_P.tolist(), stored.times_P.tolist(), strict=True)] == list(
+        dict.fromkeys((name_of[row["user"]], row["time"]) for row in found if row["user"] >= 0)
+    )
+    assert stored.parts_S.tolist() == [row["part"] for row in found if row["user"] >= 0]
+    if split == "last-page":
+        by_page: dict[tuple[Any, ...], set[int]] = {}
+        for row in found:
+            by_page.setdefault((row["user"], row["page"]), set()).add(row["part"])
+        assert all(len(parts) == 1 for parts in by_page.values())
+
+
+def test_the_report_sees_no_bias_by_position_where_there_is_none_and_the_one_that_is_there(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, chances in (("even", [0.3] * 4), ("steep", [0.5, 0.3, 0.2, 0.2])):
+        rows: list[tuple[Any, ...]] = []
+        for user in range(200):
+            for page in range(6):
+                begin = (user * 6 + page) * 60 * MINUTE
+                items = rng.permutation(30)[:4]
+                rows += [(f"u{user}", f"i{item}", begin, "exposure", f"p{page}", None, None, None, place) for place, item in enumerate(items)]
+                # Who looks at a page clicks from the bottom to the top.
+                rows += [(f"u{user}", f"i{items[place]}", begin + 9 - place, "click", f"p{page}") for place in range(4) if rng.random() < chances[place]]
+        for split in ("leave-one-out", "last-page", "temporal"):
+            report = made(tmp_path / name / split, rows, split=split).header["page_report"]
+            lifts = [entry["lift"] for entry in report["positions"]]
+            if name == "even":
+                assert report["pages"] == 1200 and all(abs(lift - 1) < 0.12 for lift in lifts), lifts
+            else:
+                assert 1.5 < lifts[0] < 1.8 and max(lifts[2:]) < 0.8 and "at position 1" in report["verdict"], lifts
+
+
 def feedback(folder: Path) -> list[dict[str, Any]]:
     return pq.read_table(folder / "feedback.parquet").to_pylist()
 
@@ -321,7 +422,7 @@ def test_feedback_keeps_exposures_with_everything_that_was_done(tmp_path: Path) 
         (0, 1, 0, "home", 0, ["click", "like"], 0),
         (0, 2, 1, "search", 0, ["click"], 0),
         (0, 0, 2, None, 0, ["click"], 1),
-        (0, 2, 3, None, 0, ["click"], 2),
-        (-1, 1, 4, None, 0, ["hate"], 0),
+        (0, 2, 2, None, 1, ["click"], 2),
+        (-1, 1, 3, None, 0, ["hate"], 0),
     ]
     assert [row["propensity"] for row in found[:3]] == [0.5, pytest.approx(0.1), None] and [row["value"] for row in found[:3]] == [None, 0.25, None]

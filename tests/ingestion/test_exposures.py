@@ -16,28 +16,31 @@ from semantide.services.ingestion.exposures import Told, exposures
 from semantide.services.ingestion.schema import completed
 from semantide.services.ingestion.signals import MOST_ACTIONS, Signals
 
+SIGNALS = Signals.of({"click": 1.0, "exposure": 0.0, "hate": -1.0, "like": 2.0})
 EVENTS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([-1, 0, 4]), st.sampled_from([None, 0.25, 0.5]), st.sampled_from([None, 1.0, 2.0]), st.integers(1, 7)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([-1, -1, -1, 0, 4]), st.sampled_from([None, 0.25, 0.5]), st.sampled_from([None, 1.0, 2.0]),
+              st.integers(1, 7), st.integers(0, 3)),
     max_size=25,
 )  # fmt: skip
 
 
 @given(EVENTS)
-def test_exposures_fold_events_of_one_item_on_one_page(events: list[tuple[int, int, int, float | None, float | None, int]]) -> None:
+def test_exposures_fold_events_of_one_item_on_one_page(events: list[tuple[int, int, int, float | None, float | None, int, int]]) -> None:
     rows = [(*row, index // 3) for index, row in enumerate(events)]  # with their times
     pages: dict[int, dict[int, list[int]]] = {}
     for index, row in enumerate(rows):
         pages.setdefault(row[0], {}).setdefault(row[1], []).append(index)
     wanted = []
     for number, items in enumerate(pages.values()):
-        for place, events in enumerate(items.values()):
-            own = [rows[index] for index in events]
-            alone = sum(rows[other[0]][6] == own[0][6] for other in items.values()) == 1
-            said = next((row[2] for row in own if row[2] >= 0), place if alone else -1)
+        placed = any(rows[index][2] >= 0 for events in items.values() for index in events)
+        for place, indices in enumerate(items.values()):
+            own = [rows[index] for index in indices]
+            alone = sum(rows[other[0]][7] == own[0][7] for other in items.values()) == 1
+            said = next((row[2] for row in own if row[2] >= 0), place if alone and not placed else -1)
             propensity = next((row[3] for row in own if row[3] is not None), None)
             value = next((row[4] for row in reversed(own) if row[4] is not None), None)
-            signals = int(np.bitwise_or.reduce([row[5] for row in own]))
-            wanted.append((events[0], number, said, propensity, value, signals))
+            action = 2 if any(row[6] == 2 for row in own) else max((row[6] for row in own), key=lambda one: SIGNALS.intensities[one])
+            wanted.append((indices[0], indices[-1], number, said, propensity, value, int(np.bitwise_or.reduce([row[5] for row in own])), action))
 
     def floats(column: int) -> np.ndarray:
         return np.array([np.nan if row[column] is None else row[column] for row in rows], np.float32)
@@ -45,8 +48,9 @@ def test_exposures_fold_events_of_one_item_on_one_page(events: list[tuple[int, i
     def ints(column: int, dtype: type) -> np.ndarray:
         return np.array([row[column] for row in rows], dtype)
 
-    found = exposures(Told(ints(1, np.int32), ints(6, np.int64), ints(2, np.int32), floats(3), floats(4), ints(5, np.int64)), ints(0, np.int64))
-    columns = (found.first, found.page, found.position, found.propensity, found.value, found.signals)
+    told = Told(ints(1, np.int32), ints(7, np.int64), ints(6, np.int16), ints(2, np.int32), floats(3), floats(4), ints(5, np.int64))
+    found = exposures(told, ints(0, np.int64), SIGNALS)
+    columns = (found.first, found.last, found.page, found.position, found.propensity, found.value, found.signals, found.action)
     got = [tuple(None if value != value else value for value in row) for row in zip(*(column.tolist() for column in columns), strict=True)]
     assert got == wanted
 

@@ -1,4 +1,4 @@
-"""Pages, repeats and the order of events are what counting one event after another gives."""
+"""Pages, groups of them, repeats and the order of events are what counting one event after another gives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantide.services.ingestion.cleaning import CleaningConfig, clean
-from semantide.services.ingestion.pages import Shown, pages
+from semantide.services.ingestion.pages import Shown, group_begins, group_times, page_numbers
 from semantide.services.ingestion.signals import Signals
 
 SIGNALS = Signals.of({"exposure": 0.0, "click": 1.0, "like": 2.0, "love": 2.0, "hate": -1.0, "block": -2.0})
-NEVER = np.iinfo(np.int64).max
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(-3, 9), st.integers(0, 5), st.integers(-1, 1)), max_size=30)
 
 
@@ -29,36 +28,54 @@ def strongest(actions: list[int], *, dislike_first: bool) -> int:
     return max(actions, key=lambda action: (strength[action], action))
 
 
+def shown_of(rows: list[tuple[int, ...]]) -> Shown:
+    user, item, time, page = (np.array([row[column] for row in rows], np.int64) for column in (0, 1, 2, 4))
+    tabs = np.array([tab_of(item, action) for _, item, _, action, _ in rows], np.int32)
+    return Shown(user.astype(np.int32), item.astype(np.int32), time, page.astype(np.int32), tabs)
+
+
 @settings(deadline=None)
-@given(EVENTS, st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), min_size=3, max_size=3), st.integers(0, 4))
-def test_pages_are_those_of_one_event_after_another(rows: list[tuple[int, ...]], cuts: list[tuple[int, int]], gap: int) -> None:
+@given(EVENTS, st.integers(0, 4))
+def test_pages_are_those_of_one_event_after_another(rows: list[tuple[int, ...]], gap: int) -> None:
     rows = sorted(rows, key=lambda row: (row[0], row[2]))
-    valid = [moment if moment < 9 else NEVER for moment, _ in cuts]
-    test = [min(moment + later, NEVER) if moment != NEVER else NEVER for moment, (_, later) in zip(valid, cuts, strict=True)]
-    expected: dict[tuple[object, ...], dict[int, list[int]]] = {}
-    begins: dict[tuple[object, ...], int] = {}
+    wanted: list[tuple[object, ...]] = []
     session, last = 0, (-1, 0)
     for user, item, time, action, page in rows:
         if user != last[0] or time - last[1] > gap:
             session += 1
         last = (user, time)
-        key = (user, ("page", page) if page >= 0 else ("session", session, tab_of(item, action)), (time >= valid[user]) + (time >= test[user]))
-        begins.setdefault(key, time)
-        expected.setdefault(key, {}).setdefault(item, []).append(action)
-    columns = [np.array([row[column] for row in rows], dtype) for column, dtype in enumerate((np.int32, np.int32, np.int64, np.int16, np.int32))]
-    found = pages(
-        Shown(*columns, tab=np.array([tab_of(item, action) for _, item, _, action, _ in rows], np.int32)),
-        np.array(valid),
-        np.array(test),
-        SIGNALS,
-        session_gap_ms=gap,
-    )
-    shown = [
-        (user, time, list(zip(found.items[begin:end].tolist(), found.actions[begin:end].tolist(), strict=True)))
-        for user, time, begin, end in zip(found.user.tolist(), found.time.tolist(), found.offsets[:-1], found.offsets[1:], strict=True)
-    ]
-    wanted = [(key[0], begins[key], [(item, strongest(actions, dislike_first=True)) for item, actions in items.items()]) for key, items in expected.items()]
-    assert shown == wanted
+        wanted.append((user, ("page", page) if page >= 0 else ("session", session, tab_of(item, action))))
+    found = page_numbers(shown_of(rows), gap)
+    assert len(set(zip(found.tolist(), wanted, strict=True))) == len(set(found.tolist())) == len(set(wanted))
+
+
+@settings(deadline=None)
+@given(EVENTS)
+def test_groups_are_of_pages_that_were_seen_at_the_same_time(rows: list[tuple[int, ...]]) -> None:
+    rows = sorted(rows, key=lambda row: (row[0], row[2]))
+    events = shown_of(rows)
+    page = page_numbers(events, 2)
+    first: dict[tuple[int, int], int] = {}
+    for index, key in enumerate(zip(page.tolist(), events.item.tolist(), strict=True)):
+        first.setdefault(key, index)
+    order = {number: place for place, number in enumerate(dict.fromkeys(page.tolist()))}
+    exposures = sorted((order[number], index) for (number, _), index in first.items())
+    begins = group_begins(events, np.array([index for _, index in exposures], np.int64), np.array([number for number, _ in exposures], np.int64))
+    spans: dict[int, list[int]] = {}
+    for number, index in exposures:
+        spans.setdefault(number, []).append(index)
+    wanted: list[int] = []
+    until = (-1, 0)  # whose, and when the last item of all pages so far was shown
+    for indices in spans.values():
+        user, begin = rows[indices[0]][0], rows[indices[0]][2]
+        if user != until[0] or begin > until[1]:
+            wanted.append(indices[0])
+            until = (user, begin)
+        until = (user, max(until[1], max(rows[index][2] for index in indices)))
+    assert begins.tolist() == wanted
+    if rows:
+        own = [max(rows[begin][2] for begin in wanted if rows[begin][0] == row[0] and rows[begin][2] <= row[2]) for row in rows]
+        assert group_times(events, begins, events.user, events.time).tolist() == own
 
 
 @settings(deadline=None)

@@ -37,7 +37,11 @@ from ..tokenization.conftest import item_rows, write_dataset
 
 def dataset(folder: Path) -> None:
     write_shop(folder)
-    lists = {"items": pa.array([[1, 2], [3]], pa.list_(pa.int32())), "actions": pa.array([["click", "exposure"], ["order"]], pa.list_(pa.string()))}
+    lists = {
+        "items": pa.array([[1, 2], [3]], pa.list_(pa.int32())),
+        "actions": pa.array([["click", "exposure"], ["order"]], pa.list_(pa.string())),
+        "parts": pa.array([[0, 0], [1]], pa.list_(pa.int8())),
+    }
     pq.write_table(pa.table({"user": pa.array([0, 1], pa.int32()), "time": [5, 6], **lists}), folder / "pages.parquet")
 
 

@@ -156,16 +156,17 @@ def with_pages(store: ArtifactStore, inputs: dict[str, str], folder: Path) -> di
     """The ring, shown in pages of the next two or three items."""
     write_dataset(folder)
     users = pq.read_table(folder / "users.parquet").to_pylist()
-    pages: dict[str, list[Any]] = {"user": [], "time": [], "items": [], "actions": []}
+    pages: dict[str, list[Any]] = {"user": [], "time": [], "items": [], "actions": [], "parts": []}
     for row, user in enumerate(users):
         begin = 0
         while begin < user["train_end"]:
             end = min(begin + 2 + (row + begin) % 2, user["train_end"])
             shown = [*user["items"][begin:end], (user["items"][begin] + 30) % 60]
-            for name, value in (("user", row), ("time", user["times"][begin]), ("items", shown), ("actions", [*user["actions"][begin:end], "exposure"])):
+            actions = [*user["actions"][begin:end], "exposure"]
+            for name, value in zip(pages, (row, user["times"][begin], shown, actions, [0] * len(shown)), strict=True):
                 pages[name].append(value)
             begin = end
-    types = {"user": pa.int32(), "time": pa.int64(), "items": pa.list_(pa.int32()), "actions": pa.list_(pa.string())}
+    types = {"user": pa.int32(), "time": pa.int64(), "items": pa.list_(pa.int32()), "actions": pa.list_(pa.string()), "parts": pa.list_(pa.int8())}
     pq.write_table(pa.table({name: pa.array(values, types[name]) for name, values in pages.items()}), folder / "pages.parquet")
     (folder / "dataset.json").write_text(json.dumps({"config": {"actions": {"exposure": 0.0, "click": 1.0, "like": 3.0}}}))
     return {**inputs, "dataset": store.put("datasets", folder)}

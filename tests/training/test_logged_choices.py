@@ -30,6 +30,16 @@ LISTS = np.array([[1, 0, 2, 3, 4], [4, 0, 3, 2, 1]])
 """What the log's policy weighs, and what the model ranks, for people whose history ends with item 0 and with item 1."""
 
 
+HEADER = {"config": {"actions": {"click": 1.0, "order": 3.0}}, "valid_time": 10**9, "test_time": 2 * 10**9}
+MOMENTS = np.array([10**8, 10**9, 2 * 10**9])
+"""One of each part."""
+
+
+def later(feedback: Feedback, **changes: Any) -> Feedback:
+    """All pages in the test part."""
+    return replace(feedback, **{"times": np.full(len(feedback), MOMENTS[2]), "parts": np.full(len(feedback), 2, np.int8), **changes})
+
+
 class Fixed:
     """Ranks by the last item of a history."""
 
@@ -70,12 +80,12 @@ def world(seed: int, people: int = PEOPLE) -> tuple[Dataset, Feedback]:
     clicked = rng.random((people, PLACES)) < chances
     dataset = Dataset(
         tuple(map(str, range(people))), tuple(map(str, range(ITEMS))), (np.arange(people) % 2).astype(np.int32), np.zeros(people, np.int64), np.arange(people + 1),
-        np.ones(people, np.int32), np.ones(people, np.int32), pa.table({"item": list(map(str, range(ITEMS)))}), {"config": {"actions": {"click": 1.0, "order": 3.0}}},
+        np.ones(people, np.int32), np.ones(people, np.int32), pa.table({"item": list(map(str, range(ITEMS)))}), HEADER,
     )  # fmt: skip
-    count = people * PLACES
+    count, parts = people * PLACES, np.repeat(np.where(np.arange(people) < people // 4, 0, 2), PLACES).astype(np.int8)
     return dataset, Feedback(
-        np.repeat(np.arange(people), PLACES).astype(np.int32), shown.reshape(-1).astype(np.int32), np.full(count, 10**9), np.repeat(np.arange(people), PLACES), np.full(count, -1, np.int16),
-        np.tile(np.arange(PLACES), people).astype(np.int32), clicked.reshape(-1, 1), np.full(count, np.nan, np.float32), propensities.reshape(-1).astype(np.float32), np.repeat(np.where(np.arange(people) < people // 4, 0, 2), PLACES).astype(np.int8), ("click",),
+        np.repeat(np.arange(people), PLACES).astype(np.int32), shown.reshape(-1).astype(np.int32), MOMENTS[parts], np.repeat(np.arange(people), PLACES), np.full(count, -1, np.int16),
+        np.tile(np.arange(PLACES), people).astype(np.int32), clicked.reshape(-1, 1), np.full(count, np.nan, np.float32), propensities.reshape(-1).astype(np.float32), parts, ("click",),
     )  # fmt: skip
 
 
@@ -102,7 +112,7 @@ def test_estimates_find_what_the_model_would_earn(question: Question) -> None:
 def test_what_the_log_cannot_tell_is_not_said_to_be_beyond_noise() -> None:
     dataset, feedback = world(1, 4000)
     certain = replace(feedback, propensities=np.ones(len(feedback), np.float32))  # of a log that left nothing to chance
-    for log, covered in ((certain, False), (replace(feedback, parts=np.where(feedback.users < 3980, 0, 2).astype(np.int8)), True)):
+    for log, covered in ((certain, False), (replace(feedback, times=MOMENTS[np.where(feedback.users < 3980, 0, 2)]), True)):
         pages = LoggedPages.of(dataset, log, "test", "places")
         found = earned(pages, choices(pages, Fixed(), "places", 5, False), "places")
         assert found["covered"] == covered and not found["tells"]
@@ -111,16 +121,18 @@ def test_what_the_log_cannot_tell_is_not_said_to_be_beyond_noise() -> None:
 
 def test_a_place_counts_only_where_what_stood_before_it_is_known() -> None:
     dataset, feedback = world(2, 8)
-    feedback = replace(feedback, parts=np.full(len(feedback), 2, np.int8))
-    positions, propensities, users, parts, times = (
-        getattr(feedback, name).copy() for name in ("positions", "propensities", "users", "parts", "times")
+    feedback = later(feedback)
+    positions, propensities, users, times = (
+        getattr(feedback, name).copy() for name in ("positions", "propensities", "users", "times")
     )  # page p has rows 3 p to 3 p + 2
     positions[4] = 7  # page 1: a gap behind the first place
     propensities[7] = np.nan  # page 2: a place in the middle whose chance nobody knows
     users[9:12] = -1  # page 3: of nobody
-    parts[12:15] = 0  # page 4: of another part
-    times[15:18] = -1  # page 5: before all history
-    feedback = replace(feedback, positions=positions, propensities=propensities, users=users, parts=parts, times=times)
+    times[12] = MOMENTS[1]  # page 4: began in another part
+    feedback = replace(feedback, positions=positions, propensities=propensities, users=users, times=times)
+    moments = dataset.times.copy()
+    moments[5] = MOMENTS[2]  # page 5: before all history
+    dataset = replace(dataset, times=moments)
     rows = {
         question: [
             (case.user, place)
@@ -144,17 +156,22 @@ def test_a_place_counts_only_where_what_stood_before_it_is_known() -> None:
         with pytest.raises(BadData, match="no place of the test part's pages has a chance that is known"):
             LoggedPages.of(dataset, hidden, "test", question)  # type: ignore[arg-type]
     with pytest.raises(Conflict, match="how strong its actions are"):
-        LoggedPages.of(replace(dataset, header={}), feedback, "test", "places")
+        LoggedPages.of(replace(dataset, header={**HEADER, "config": {}}), feedback, "test", "places")
+    for split in ("leave-one-out", "last-page"):
+        header = {"config": {**HEADER["config"], "split": split}, "valid_time": 0, "test_time": 0}
+        with pytest.raises(Conflict, match=rf"is {split}, whose parts begin at what was liked: .*split=temporal"):
+            LoggedPages.of(replace(dataset, header=header), feedback, "test", "places")
 
 
 def test_a_list_goes_on_behind_what_the_session_has_shown() -> None:
     dataset, feedback = world(4, 4)
     # Page 2 comes ten minutes behind page 0 of the same person, page 3 an hour behind page 1.
+    feedback = later(feedback)
     times, users = feedback.times.copy(), feedback.users.copy()
     users[6:9], users[9:12] = 0, 1
     times[6:9] += 600_000
     times[9:12] += 3_600_000
-    pages = LoggedPages.of(dataset, replace(feedback, times=times, users=users, parts=np.full(len(feedback), 2, np.int8)), "test", "pages")
+    pages = LoggedPages.of(dataset, replace(feedback, times=times, users=users), "test", "pages")
     assert pages.before == [frozenset(), frozenset(), frozenset(feedback.items[:3].tolist()), frozenset()]
     chosen = choices(pages, Fixed(), "pages", 5, False)
     rest = [item for item in LISTS[0].tolist() if item not in pages.before[2]]
@@ -163,7 +180,7 @@ def test_a_list_goes_on_behind_what_the_session_has_shown() -> None:
 
 def test_a_job_judges_stored_models_by_a_log(make_job: Any, inputs: dict[str, str], store: ArtifactStore, tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "logged")
-    header = {"config": {"actions": {"click": 1.0, "like": 2.0, "order": 3.0, "exposure": 0.0}}}
+    header = {"config": {"actions": {"click": 1.0, "like": 2.0, "order": 3.0, "exposure": 0.0}}, "valid_time": 10**8, "test_time": 10**9}
     (folder / "dataset.json").write_text(json.dumps(header))
     rng = np.random.default_rng(0)
     shown = rng.permuted(np.tile(np.arange(NUM_ITEMS), (160, 1)), axis=1)[:, :4]

@@ -45,7 +45,7 @@ def world(log: Log) -> tuple[Dataset, Pages]:
     data = Dataset(
         tuple(map(str, range(len(log)))), tuple(map(str, items)), np.array(history, np.int32), np.array(moments, np.int64), np.array(ends, np.int64), lengths, lengths, table, {}
     )  # fmt: skip
-    return data, Pages(*(np.array(column, np.int64) for column in (users, times, offsets, items)), np.array(shown, np.float32))
+    return data, Pages(*(np.array(column, np.int64) for column in (users, times, offsets, items)), np.array(shown, np.float32), np.zeros(len(shown), np.int8))
 
 
 def config(targets: str = "parallel", **changes: Any) -> TrainConfig:
@@ -150,9 +150,22 @@ def test_pages_of_shown_items_alone_count_as_weak_positives_only_where_asked() -
 def test_only_pages_of_the_training_part_and_with_crop_last_of_the_last_stretch() -> None:
     data, pages = world([[[1.0]] * 9])
     data = replace(data, train_end=np.array([7], np.int32), valid_end=np.array([8], np.int32))
+    pages = replace(pages, parts_S=np.array([0] * 7 + [1, 2], np.int8))
     assert sorted(items[0] for _, items, _ in blocks(PageSampler(data, pages, config(), 0))) == list(range(7))
     last = blocks(PageSampler(data, pages, config(crop="last", max_items=4), 0))
     assert sorted(items[0] for _, items, _ in last) == [5, 6] and {len(seen) for seen, _, _ in last} == {3, 4}
+
+
+def test_what_is_held_out_of_a_page_is_neither_asked_nor_a_contrast() -> None:
+    data, pages = world([[[1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [1.0]]])
+    held_out = replace(pages, parts_S=np.array([0, 0, 0, 1, 0, 1, 2], np.int8))
+    batch = PageSampler(data, held_out, config(exposed="contrast"), 0).epoch(0).batch(0)
+    assert batch.targets is not None
+    asked_of, exposed = batch.targets.items_S.tolist(), batch.targets.exposed_S.tolist()
+    assert {item for item, only in zip(asked_of, exposed, strict=True) if not only} == {0, 2}
+    assert {item for item, only in zip(asked_of, exposed, strict=True) if only} == {1, 4}
+    figures = PageSampler(data, held_out, config(), 0).figures
+    assert (figures["pages"], figures["positives"], figures["exposed"]) == (2, 2, 2) and "positions" not in figures
 
 
 def test_skipped_items_shorten_what_pages_see() -> None:

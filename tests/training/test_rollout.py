@@ -31,13 +31,14 @@ def dataset_of(histories: list[list[tuple[int, int]]], train: list[int]) -> Data
     )  # fmt: skip
 
 
-def pages_of(rows: list[tuple[int, int, list[tuple[int, float]]]]) -> Pages:
-    """Pages of (user, time, [(item, intensity)])."""
+def pages_of(rows: list[tuple[int, int, list[tuple[int, float, int]]]]) -> Pages:
+    """Pages of (user, time, [(item, intensity, part)])."""
     rows = sorted(rows, key=lambda row: row[:2])
     shown = [entry for row in rows for entry in row[2]]
     users, times = (np.array([row[side] for row in rows], np.int64) for side in (0, 1))
     offsets = np.concatenate([[0], np.cumsum([len(row[2]) for row in rows])]).astype(np.int64)
-    return Pages(users, times, offsets, np.array([item for item, _ in shown], np.int64), np.array([strength for _, strength in shown], np.float32))
+    columns = (np.array([entry[column] for entry in shown], kind) for column, kind in enumerate((np.int64, np.float32, np.int8)))
+    return Pages(users, times, offsets, *columns)
 
 
 event_lists = st.lists(st.tuples(st.integers(0, 9), st.integers(0, NUM_ITEMS - 1)), max_size=6).map(sorted)
@@ -54,7 +55,9 @@ def every(prompts: Prompts) -> list[tuple[int, int, tuple[int, ...]]]:
 def test_pages_positives_are_known_where_there_are_pages_and_the_next_events_elsewhere(histories: list[list[tuple[int, int]]], data: st.DataObject) -> None:
     train = [data.draw(st.integers(0, len(history))) for history in histories]
     dataset = dataset_of(histories, train)
-    entries = st.lists(st.tuples(st.integers(0, NUM_ITEMS - 1), st.sampled_from([-1.0, 0.0, 1.0, 2.0, 3.0])), max_size=4, unique_by=lambda entry: entry[0])
+    entries = st.lists(
+        st.tuples(st.integers(0, NUM_ITEMS - 1), st.sampled_from([-1.0, 0.0, 1.0, 2.0, 3.0]), st.integers(0, 2)), max_size=4, unique_by=lambda entry: entry[0]
+    )
     moments = st.tuples(st.integers(0, len(histories) - 1), st.integers(0, 9))
     rows = [(*where, data.draw(entries)) for where in data.draw(st.lists(moments, max_size=6, unique=True))]
     most, many = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
@@ -65,11 +68,10 @@ def test_pages_positives_are_known_where_there_are_pages_and_the_next_events_els
     )  # fmt: skip
     by_page = []
     for user, time, shown in rows:
-        history, positives = histories[user], [entry for entry in shown if entry[1] >= 1]
+        history, positives = histories[user], [entry for entry in shown if entry[1] >= 1 and entry[2] == 0]
         before = min(sum(event[0] < time for event in history), train[user])
-        trains = train[user] == len(history) or time < history[train[user]][0]
-        if positives and before and trains:
-            by_page.append((user, before, tuple(item for item, _ in sorted(positives, key=lambda entry: -entry[1])[:most])))
+        if positives and before:
+            by_page.append((user, before, tuple(item for item, *_ in sorted(positives, key=lambda entry: -entry[1])[:most])))
     for pages, expected in ((None, by_event), (pages_of(rows), sorted(by_page) or by_event)):
         if expected:
             assert every(Prompts(dataset, config, 3, pages)) == expected

@@ -1,6 +1,8 @@
 """The simulated log: fitted to a real one, with propensities that are true, a function of its seed alone."""
 
 from collections import Counter
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,17 +116,36 @@ def test_a_log_is_a_function_of_its_seed_and_not_of_the_blocks(monkeypatch: pyte
     assert isinstance(again, pl.DataFrame) and again.sort("event_id").equals(log.sort("event_id"))
 
 
+def test_late_answers_are_the_same_ones_as_events_of_their_own(simulation: Simulation, log: pl.DataFrame) -> None:
+    patient = copy(simulation)
+    patient.config = replace(SMALL, answer_seconds=20.0)
+    late = pl.from_arrow(patient.log())
+    assert isinstance(late, pl.DataFrame)
+    shown, answers = late.filter(pl.col("position").is_not_null()), late.filter(pl.col("position").is_null())
+    told = ["user", "item", "time", "page", "event_id", "position", "propensity", "tab"]
+    assert shown.select(told).sort("event_id").equals(log.select(told).sort("event_id"))
+    assert set(shown["action"]) == {"exposure"} and shown["signals"].list.len().sum() == 0
+    answered = log.filter(pl.col("action") != "exposure")
+    told = ["user", "item", "page", "action", "signals", "value"]
+    assert answers.sort("event_id").select(told).equals(answered.sort("event_id").select(told))
+    assert shown["value"].null_count() == answered.height and late["event_id"].is_unique().all()
+    waits = answers.sort("event_id")["time"] - answered.sort("event_id")["time"]
+    assert waits.min() >= 1 and waits.mean() == pytest.approx(20_000, rel=0.1)
+
+
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_a_written_log_makes_its_world_again(tmp_path: Path, form: str) -> None:
     config = SimulatorConfig(users=10, items=40, topics=3, sessions=2, seed=5)
+    late = Simulation(replace(config, answer_seconds=5.0)).write(tmp_path, form)
     counts = Simulation(config).write(tmp_path, form)
+    assert late == counts
     assert Simulation.of(tmp_path).config == config
     lines = pq.read_table(tmp_path / "interactions.parquet").num_rows if form == "parquet" else len((tmp_path / "interactions.jsonl").read_text().splitlines())
     assert lines == counts["exposures"] > counts["clicks"] > counts["orders"]
 
 
 def test_what_cannot_be_a_world_is_refused(tmp_path: Path) -> None:
-    for wrong in ({"items": 5}, {"slots": (3, 2)}, {"order_share": 0.0}, {"users": 0}, {"sessions": -1.0}):
+    for wrong in ({"items": 5}, {"slots": (3, 2)}, {"order_share": 0.0}, {"users": 0}, {"sessions": -1.0}, {"answer_seconds": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SimulatorConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="semantide simulate"):
