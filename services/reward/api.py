@@ -14,11 +14,13 @@ from semantide.services.reward.newest_rewards import NewestRewards
 from semantide.services.reward.recipes import RECIPES
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.contracts import ArtifactRef, Contract, Identifier
+from semantide.shared.dataset import StoredDataset
 from semantide.shared.errors import BadData, Conflict, Corrupt, NotFound
 from semantide.shared.history import Histories as OnlineHistories
 from semantide.shared.http import APIRouter
 from semantide.shared.models.preference import PreferenceModel, combined
 from semantide.shared.models.reward_pairs import Histories
+from semantide.shared.models.reward_scorer import matched
 from semantide.shared.room import Room
 
 _MOST_PAIRS, _MOST_EVENTS = 100_000, 500_000  # of a request, all its users together
@@ -40,10 +42,12 @@ class ScoredUser(Contract):
 
 
 class ScoresWanted(Contract):
-    """A batch of users. Without ``reward`` the reward model that was made last; ``preference`` weighs its signals in another way."""
+    """A batch of users. Without ``reward`` the reward model that was made last; ``preference`` weighs its signals in another way. Items that came after the model are
+    known by their description in ``dataset``, where that is named."""
 
     users: tuple[ScoredUser, ...] = Field(min_length=1, max_length=10_000)
     reward: ArtifactRef | None = None
+    dataset: ArtifactRef | None = None
     preference: dict[str, float] | None = None
 
 
@@ -81,7 +85,9 @@ def build(room: Room) -> APIRouter:
         if total > _MOST_PAIRS:
             raise BadData(f"{total} items are to be scored at once: send at most {_MOST_PAIRS} in a request")
         ref = named(wanted.reward)
-        model, row_of = loaded(ref, room.store)
+        if wanted.dataset is not None and not (wanted.dataset.startswith("datasets/") and room.store.exists(wanted.dataset)):
+            raise NotFound(f"no data set {wanted.dataset!r}: name one (datasets/...) that `semantide dataset` made, or none")
+        model, row_of = loaded(ref, room.store, wanted.dataset)
         if wanted.preference is not None:
             unknown = sorted(set(wanted.preference) - set(model.signals))
             if unknown:
@@ -158,7 +164,15 @@ def events_of(told: Sequence[tuple[str, str]], actions: Mapping[str, float], rea
 
 
 @lru_cache(maxsize=2)
-def loaded(ref: str, store: ArtifactStore) -> tuple[PreferenceModel, dict[str, int]]:
-    """A reward model and the rows of its items."""
+def loaded(ref: str, store: ArtifactStore, dataset: str | None = None) -> tuple[PreferenceModel, dict[str, int]]:
+    """A reward model and the rows of its items, those of a newer data set among them.
+
+    Raises: Conflict for a reward model of another catalog than the data set's.
+    """
     model = PreferenceModel.load(store.get(ref))
-    return model, {item: row for row, item in enumerate(model.item_ids)}
+    row_of = {item: row for row, item in enumerate(model.item_ids)}
+    if dataset is None:
+        return model, row_of
+    stored = StoredDataset(store.get(dataset))
+    model, rows_N = matched(ref, model, dataset, stored)
+    return model, row_of | dict(zip(stored.item_ids, rows_N.tolist(), strict=True))

@@ -21,7 +21,7 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData
 from semantide.shared.event_actions import EventActions
 from semantide.shared.feedback import Feedback
-from semantide.shared.models.calibration import Calibration, area_under_curve, calibration_error, fit_calibration, log_loss, reliability
+from semantide.shared.models.calibration import Calibration, area_under_curve, calibration_error, fit_calibration, log_loss, mean_of, reliability, sigmoid
 from semantide.shared.models.interest_search import FloatArray, IntArray, search
 from semantide.shared.models.item_spaces import ItemSpaces
 from semantide.shared.models.preference import PreferenceModel, combined
@@ -125,6 +125,7 @@ def build(
             "propensities": float((~np.isnan(feedback.propensities[found.use_X == TRAIN])).mean()),
             "estimated": config.propensities == "estimated" and config.debias in ("propensity", "both"),
             "effective_share": _effective_share(found.weights_X[found.use_X == TRAIN]),
+            "effective_share_measured": _effective_share(found.weights_X[found.use_X == measured]),
             "places": float((feedback.positions[found.use_X == TRAIN] >= 0).mean()),
             "tabs": len(feedback.tab_names),
         },
@@ -200,36 +201,47 @@ def _gate(
 
     others = [features(part, rng.integers(len(dataset.item_ids), size=len(part))) for part in (fitted, kept)]
     held_out = features(kept, items[kept])
-    gate = RelevanceGate.fit(features(fitted, items[fitted]), others[0], held_out, config.gate_quantile)
-    return gate, {**gate.report(held_out, others[1]), "positives": float(len(kept)), "threshold": gate.threshold}
+    counts = None if found.weights(rows) is None else (found.weights_X[fitted], found.weights_X[kept])
+    gate = RelevanceGate.fit(features(fitted, items[fitted]), others[0], held_out, config.gate_quantile, counts)
+    told = gate.report(held_out, others[1], None if counts is None else counts[1])
+    return gate, {**told, "positives": float(len(kept)), "threshold": gate.threshold}
 
 
 def _calibrations(logits_XS: np.ndarray, found: Examples, config: RewardTraining, seed: int) -> tuple[Calibration, ...]:
     """One for each signal, from the logits of the held-out examples."""
     rows = found.rows(HELD_OUT)
     return tuple(
-        fit_calibration(logits_XS[:, column], found.labels_XS[rows, column], config.calibration, weights_X=found.weights_X[rows], seed=seed)
+        fit_calibration(logits_XS[:, column], found.labels_XS[rows, column], config.calibration, weights_X=found.weights(rows), seed=seed)
         for column in range(len(found.signals))
     )
 
 
 def _report(deployed: Calibrated, placed: Calibrated, found: Examples, use: int) -> dict[str, Any]:
-    """What each signal is worth: as it is deployed, without effects of place and tab, and where the log says the items were shown."""
+    """What each signal is worth: as it is deployed, without effects of place and tab, and where the log says the items were shown.
+
+    Exposures count as in training and calibration, by their inverse propensities; ``shown`` is of what the log's recommender chose to show, each exposure counting the same.
+    """
     rows, report = found.rows(use), {}
+    counts = found.weights(rows)
     for column, name in enumerate(found.signals):
         labels = found.labels_XS[rows, column]
         (logits, p), (placed_logits, placed_p) = ((logits_XS[:, column], maps[column](logits_XS[:, column])) for logits_XS, maps in (deployed, placed))
         report[name] = {
-            "rate": float(labels.mean()) if len(rows) else 0.0,
-            "auc": _number(area_under_curve(placed_logits, labels)),
-            "auc_deployed": _number(area_under_curve(logits, labels)),
-            "calibration_error": calibration_error(p, labels),
-            "calibration_error_placed": calibration_error(placed_p, labels),
-            "calibration_error_before": calibration_error(1 / (1 + np.exp(-logits.astype(np.float64))), labels),
+            "rate": mean_of(labels, counts),
+            "auc": _number(area_under_curve(placed_logits, labels, counts)),
+            "auc_deployed": _number(area_under_curve(logits, labels, counts)),
+            "calibration_error": calibration_error(p, labels, weights_X=counts),
+            "calibration_error_placed": calibration_error(placed_p, labels, weights_X=counts),
+            "calibration_error_before": calibration_error(sigmoid(logits), labels, weights_X=counts),
             "places": _by_place(placed_p, labels, found, rows),
-            "log_loss": log_loss(p, labels),
+            "log_loss": log_loss(p, labels, counts),
             "calibration": deployed[1][column].as_dict()["kind"],
-            "reliability": [list(entry) for entry in reliability(p, labels, 10)],
+            "reliability": [list(entry) for entry in reliability(p, labels, 10, counts)],
+            "shown": {
+                "rate": mean_of(labels),
+                "auc": _number(area_under_curve(placed_logits, labels)),
+                "calibration_error": calibration_error(p, labels),
+            },
         }
     return report
 
@@ -241,10 +253,10 @@ def _by_place(p: np.ndarray, labels: np.ndarray, found: Examples, rows: IntArray
         for number, count in zip(*np.unique(numbers[numbers >= 0], return_counts=True), strict=True):
             if count >= _TELLING:
                 inside = numbers == number
-                error = calibration_error(p[inside], labels[inside], min(20, int(count) // (_TELLING // 5)))
-                places.append(
-                    {kind: names[number] if names else int(number), "exposures": int(count), "rate": float(labels[inside].mean()), "calibration_error": error}
-                )
+                weights = found.weights(rows[inside])
+                error = calibration_error(p[inside], labels[inside], min(20, int(count) // (_TELLING // 5)), weights)
+                rate = mean_of(labels[inside], weights)
+                places.append({kind: names[number] if names else int(number), "exposures": int(count), "rate": rate, "calibration_error": error})
     return places
 
 

@@ -53,6 +53,11 @@ class Examples:
         """The examples of one use."""
         return np.flatnonzero(self.use_X == use)
 
+    def weights(self, rows: IntArray) -> FloatArray | None:
+        """How much some examples count; None where all count alike."""
+        weights_X = self.weights_X[rows]
+        return weights_X if len(rows) and weights_X.min() < weights_X.max() else None
+
 
 def examples(dataset: Dataset, feedback: Feedback, config: RewardTraining) -> Examples:
     """Make examples.
@@ -156,21 +161,31 @@ def _signals(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTra
 
 
 def _weights(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTraining) -> FloatArray:
-    """Inverse propensities: what was unlikely to be shown stands for more. Those that are logged and those that are estimated have mean 1 each; of what has neither each counts 1."""
-    weights_X = np.ones(len(feedback), dtype=np.float64)
+    """Inverse propensities, mean 1 in training: what was unlikely to be shown stands for more.
+
+    All are on one scale, that of a recommender's own choice: where nobody logged a propensity the recommender is taken to have been sure, as where it logged 1. So what was drawn at
+    random is the reference for what was chosen. Estimated propensities tell the chosen ones apart, and leave their mean at 1.
+    """
+    inverse_X = np.ones(len(feedback), dtype=np.float64)
     if config.debias not in ("propensity", "both"):
-        return weights_X.astype(np.float32)
+        return inverse_X.astype(np.float32)
     logged = ~np.isnan(feedback.propensities)
-    sources = [(logged, feedback.propensities.astype(np.float64))]
-    if config.propensities == "estimated":
-        sources.append((~logged, shown_shares(feedback, train & ~logged)))
-    for known, propensities in sources:
-        if not (known & train).any():
-            continue
-        inverse_X = 1 / propensities
-        capped_X = np.minimum(inverse_X / inverse_X[known & train].mean(), config.max_weight)
-        weights_X[known] = (capped_X / max(float(capped_X[known & train].mean()), 1e-12))[known]
-    return weights_X.astype(np.float32)
+    if config.propensities == "estimated" and (train & ~logged).any():
+        shares_X = shown_shares(feedback, train & ~logged)
+        inverse_X[~logged] = (1 / shares_X / (1 / shares_X[train & ~logged]).mean())[~logged]
+    inverse_X[logged] = 1 / feedback.propensities[logged].astype(np.float64)
+    capped_X = np.minimum(inverse_X, bound_of(inverse_X[train], config.max_weight))
+    return (capped_X / capped_X[train].mean()).astype(np.float32)
+
+
+def bound_of(inverse_X: npt.NDArray[np.float64], max_weight: float) -> float:
+    """The bound that is ``max_weight`` times the mean of what it leaves, so that no example counts more and at least 1 / ``max_weight`` of them are left in effect."""
+    ordered, num = np.sort(inverse_X), len(inverse_X)
+    sums = np.cumsum(ordered)
+    # Bounded by each of them in turn: those up to it stay, and the others become as large as it is. What it allows falls below it from some one on.
+    allowed = max_weight * (sums + np.arange(num - 1, -1, -1) * ordered) / num
+    kept = int(np.flatnonzero(allowed >= ordered * (1 - 1e-12))[-1]) + 1
+    return float(ordered[-1] if kept == num else max_weight * sums[kept - 1] / (num - max_weight * (num - kept)))
 
 
 def shown_shares(feedback: Feedback, counted_X: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:

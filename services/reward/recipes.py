@@ -28,10 +28,10 @@ class RewardTraining:
     debias: Debias = "both"
     """What is taken into account of how items came to be shown: effects of place and tab, and propensities where they are logged."""
     propensities: Propensities = "logged"
-    """Of exposures whose propensity nobody logged: each counts 1, or by the share that its item had of what was shown in its tab (``estimated``). Then all items count alike, however
-    often they were shown: right for what ranks the whole catalog, and of more variance."""
+    """Of exposures whose propensity nobody logged: each counts as one that was sure to be shown, or by the share that its item had of what was shown in its tab (``estimated``). Then
+    all items count alike, however often they were shown: right for what ranks the whole catalog, and of more variance."""
     max_weight: float = 10.0
-    """Most that an exposure may count, times the mean, because it was unlikely."""
+    """Most that an exposure may count, times the mean, because it was unlikely: in effect at least 1 / this of the exposures are learned from."""
     calibration: Method = "auto"
     gate_quantile: float = 0.05
     """Share of held-out positives that the relevance gate may shut out."""

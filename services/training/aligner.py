@@ -219,7 +219,7 @@ class Aligner:
         }
         figures = {
             **{name: float(policy_mean(values, weights_RG)) for name, values in told.items()}, "reward_spread": float(spread_R1.mean()),
-            "skipped_share": 1 - used / groups, "staleness": float((state.step - drawn_at) * config.updates),
+            "skipped_share": 1 - used / groups,
             "diversity": len(torch.unique(drawn.rows_RG[present_RG])) / max(1, min(int(present_RG.sum()), len(self._popularity_N))),
             "group_diversity": _distinct(drawn.rows_RG),
         }  # fmt: skip
@@ -234,6 +234,7 @@ class Aligner:
         for update in range(config.updates):
             stale = update > 0 or state.step > drawn_at
             figures |= self._updated(drawn, places, order_C, num_positives, present_RG, weights_RG, advantages, stale, update, start, parts)
+            figures["staleness"] = float((state.step - drawn_at) * config.updates + update)
         return self._share.mean(figures, len(drawn.prompts))
 
     def _updated(
@@ -266,7 +267,8 @@ class Aligner:
             return values_CL[order_C[:many]].view(shape)
 
         own_RGL = of_rollouts(terms.policy_CL)
-        loss, held = policy_loss(own_RGL, drawn.log_probs_RGL if stale else None, advantages, present_RG, config.clip)
+        by_weight = weights_RG if config.weighing == "policy" else None
+        loss, held = policy_loss(own_RGL, drawn.log_probs_RGL if stale else None, advantages, present_RG, config.clip, by_weight)
         entropy, open_share = policy_mean(of_rollouts(terms.entropy_CL).sum(2), weights_RG), mean_over_rollouts(of_rollouts(terms.valid_CL), present_RG)
         figures = {
             "policy_loss": float(loss.detach()),

@@ -44,7 +44,7 @@ from semantide.shared.jobs import JobContext, JobOutcome
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.preference import PreferenceModel
 from semantide.shared.models.reward_scorer import RewardScorer
-from semantide.shared.pages import Pages
+from semantide.shared.pages import CLICKED_FROM, Pages
 from semantide.shared.rollout_scores import QueuedScorer
 from semantide.shared.rollouts import Scorer, Scores
 from semantide.shared.telemetry import logger
@@ -52,6 +52,7 @@ from semantide.shared.telemetry import logger
 _PROBES, _TOGETHER = 31, 64  # purpose of random numbers; prompts that are probed at a time
 _WEIGHTS = "model.safetensors"
 _NO_JUDGE = "no independent judge was given: a reward that is gamed is not noticed as such, only a fall of the held-out HR@50 stops the run"
+_LEAST_JUDGED = 30  # users; of fewer no change of the judge is beyond noise
 _TOKENIZE_AGAIN = "take the data set and the catalog that the model was trained for"
 
 LoadScorer = Callable[[str], Scorer]
@@ -84,18 +85,19 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     config = align_recipe(job.spec.recipe or "grpo-sr", changes)
     share = PromptShare(ranks or World.single(best_device()))
     leads = share.world.leads
-    if leads:
-        job.configured(config)
     if config.prompts < share.world.size:
         raise BadData(f"a step has {config.prompts} prompts for {share.world.size} processes: give each at least one, or take fewer processes")
     inputs = dict(job.spec.inputs)
     for name in ("dataset", "model", "reward"):
         if name not in inputs:
             raise Conflict(f"an align job needs the input {name!r}: give inputs {{{name!r}: '{name}s/sha256-...'}}")
-    _check_judge(job, inputs, leads)
+    _check_judge(job, config, inputs, leads)
     card = card_of(job, inputs["model"])
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
+    config = replace(config, clicked_from=config.clicked_from or _clicked_from(card))
+    if leads:
+        job.configured(config)
     world = _world(job, config, card, inputs, share.world.device)
     load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
     reward = _reward(job, inputs["reward"], load, share)
@@ -133,7 +135,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     before = _kept(job, "before", final, share.world)
     state = aligner.run()
     after = final().figures if state.best_step else before
-    result = {**_result(config, state, before, after), "judge": inputs.get("judge"), "warnings": [] if "judge" in inputs else [_NO_JUDGE]}
+    result = {**_result(config, state, before, after), "judge": inputs.get("judge"), "warnings": _warnings(state)}
     # How much the room took off this run is no part of what came out: a run that was cut off makes the same model.
     scored = share.sums(reward.from_room, reward.scored_here)
     told = {**result, "scored_by_room": int(scored[0]), "scored_here": int(scored[1])}
@@ -164,12 +166,15 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     return JobOutcome({"model": ref}, told)
 
 
-def _check_judge(job: JobContext, inputs: dict[str, str], leads: bool) -> None:
-    """Refuse a judge that is the reward model itself, or the same network with its signals weighed anew; warn where there is none."""
+def _check_judge(job: JobContext, config: AlignConfig, inputs: dict[str, str], leads: bool) -> None:
+    """Refuse a judge that is the reward model itself, or the same network with its signals weighed anew, or that too few users ask; warn where there is none."""
     if "judge" not in inputs:
         if leads:
             logger("job.align").warning(_NO_JUDGE, job=job.id)
         return
+    for name in ("probes", "held_out_users"):
+        if 0 < (many := getattr(config, name)) < _LEAST_JUDGED:
+            raise BadData(f"{name} is {many} beside a judge: of so few users no fall of it is beyond noise, and the guard would be blind; give at least {_LEAST_JUDGED}")
     independent = "an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
     if inputs["judge"] == inputs["reward"]:
         raise BadData(f"judge and reward are the same artifact: {independent}")
@@ -310,6 +315,20 @@ def _kept(job: JobContext, name: str, test: Callable[[], HeldOut], world: World)
             aside.replace(path)
     figures: dict[str, float] = json.loads(text)
     return figures
+
+
+def _clicked_from(card: dict[str, Any]) -> float:
+    """From which intensity on the model's training took what is on a page for clicked."""
+    pages = (card.get("config") or {}).get("pages") or {}
+    return float(pages.get("clicked_from", CLICKED_FROM))
+
+
+def _warnings(state: AlignState) -> list[str]:
+    """What the guard could not see."""
+    judged = state.start["judge_V"]
+    if judged is None:
+        return [_NO_JUDGE]
+    return [f"the judge was asked for {len(judged)} users, all that are held out: a fall of it is hardly ever beyond noise"] * (len(judged) < _LEAST_JUDGED)
 
 
 def _result(config: AlignConfig, state: AlignState, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class AlignConfig:
     """Rollouts begin before pages, and so many of what was ordered or clicked there, the strongest first, are known positives. 0: pages are not looked at."""
     positives: int = 1
     """How many of the next items of the training history count as known positives where there are no pages."""
+    clicked_from: float = 0.0
+    """Least intensity of what was clicked on a page and so is a known positive. 0: the one that the model was trained with (``pages.clicked_from``), 1 where it was not by pages."""
     positive_reward: float = 1.0
     """Reward of a known positive, in the place of what the reward model says."""
     least_spread: float = 1e-3
@@ -54,6 +56,9 @@ class AlignConfig:
     """What a code's reward is compared with: the mean of its group, or of those of the group that share the codes before it, drawn towards the mean above."""
     spread: Literal["group", "none"] = "group"
     """Whether advantages are divided by the group's standard deviation."""
+    weighing: Literal["equal", "policy"] = "equal"
+    """What rollouts of a group count in the loss: all the same, beams and draws alike, or each as much as it stands for of the policy (``policy``), so that the gradient is that of the
+    expected reward."""
     clip: float = 0.0
     """The ratio counts between 1 - this and 1 + this only. 0: all of it."""
     kl_weight: float = 0.0
@@ -83,7 +88,7 @@ class AlignConfig:
     beam_width: int = 50
     """Beams of the held-out test, at least 50."""
     probes: int = 256
-    """Users of the test whose rollouts both reward models judge, and whose free decoding is looked at."""
+    """Users of the test whose rollouts both reward models judge, and whose free decoding is looked at: 30 at least beside a judge, for of few users no change is beyond noise."""
     guard_deviations: float = 2.5
     """A change counts as real from so many standard errors of the paired difference on."""
     guard_loss: float = 0.0
@@ -96,15 +101,15 @@ class AlignConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("steps", 1, 1 << 30), ("prompts", 1, 1 << 20), ("updates", 1, 64), ("staleness", 0, 8), ("history_events", 1, 1 << 20), ("positives", 1, 1000),
-            ("page_positives", 0, 10_000),
+            ("page_positives", 0, 10_000), ("clicked_from", 0, 1 << 30),
             ("positive_reward", 0, 1000), ("least_spread", 0, 1000), ("clip", 0, 10), ("kl_weight", 0, 1000), ("supervised_weight", 0, 1000), ("validity_weight", 0, 1000),
             ("learning_rate", 0, 10), ("warmup_steps", 0, 1 << 30), ("final_rate_share", 0, 1), ("weight_decay", 0, 10), ("beta1", 0, 1), ("beta2", 0, 1), ("clip_norm", 1e-9, 1e9),
-            ("ema", 0, 0.999999), ("evaluate_every", 1, 1 << 30), ("held_out_users", 0, 1 << 30), ("beam_width", 50, 10_000), ("probes", 1, 1 << 30), ("guard_deviations", 0, 100),
+            ("ema", 0, 0.999999), ("evaluate_every", 1, 1 << 30), ("held_out_users", 0, 1 << 30), ("beam_width", 50, 10_000), ("probes", 2, 1 << 30), ("guard_deviations", 0, 100),
             ("guard_loss", 0, 1), ("constant_steps", 1, 1 << 30), ("log_every", 1, 1 << 30),
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a number from {low} to {high}")
-        for name, choices in (("baseline", ("group", "prefix")), ("spread", ("group", "none"))):
+        for name, choices in (("baseline", ("group", "prefix")), ("spread", ("group", "none")), ("weighing", ("equal", "policy"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
         if self.group < 2:

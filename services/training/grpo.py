@@ -66,9 +66,12 @@ def _scaled(differences_BG: Tensor, spread_B1: Tensor, divide: bool) -> Tensor:
     return differences_BG / spread_B1.clamp_min(1e-12) if divide else differences_BG
 
 
-def policy_loss(log_probs_BGL: Tensor, before_BGL: Tensor | None, advantages: Advantages, present_BG: Tensor, clip: float = 0.0) -> tuple[Tensor, Tensor]:
+def policy_loss(
+    log_probs_BGL: Tensor, before_BGL: Tensor | None, advantages: Advantages, present_BG: Tensor, clip: float = 0.0, weights_BG: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Minus the mean advantage under the ratio of the policy to the one that drew (``before_BGL``; None: the policy as it is, so that the ratio is 1 and only its
-    gradient counts), over the used groups; and the share of ratios that ``clip`` holds back.
+    gradient counts), over the used groups; and the share of ratios that ``clip`` holds back. In a group rollouts count alike, or by ``weights_BG``: those of
+    ``policy_weights`` make it the gradient of the expected reward, whatever was drawn beside beams.
     """
     ratio_BGL = (log_probs_BGL - (log_probs_BGL.detach() if before_BGL is None else before_BGL)).exp()
     gains_BGL = ratio_BGL * advantages.values_BGL
@@ -78,7 +81,8 @@ def policy_loss(log_probs_BGL: Tensor, before_BGL: Tensor | None, advantages: Ad
         clipped_BGL = ratio_BGL.clamp(1 - clip, 1 + clip) * advantages.values_BGL
         held = ((clipped_BGL < gains_BGL) & present_BGL).sum() / present_BGL.sum().clamp_min(1)
         gains_BGL = torch.minimum(gains_BGL, clipped_BGL)
-    per_group_B = gains_BGL.masked_fill(~present_BGL, 0.0).mean(2).sum(1) / present_BG.sum(1).clamp_min(1)
+    share_BG = present_BG / present_BG.sum(1, keepdim=True).clamp_min(1) if weights_BG is None else weights_BG.to(gains_BGL.dtype)
+    per_group_B = (gains_BGL.masked_fill(~present_BGL, 0.0).mean(2) * share_BG).sum(1)
     return -per_group_B.sum() / advantages.used_B.sum().clamp_min(1), held
 
 

@@ -28,7 +28,7 @@ from semantide.shared.models.generator import Generator
 from semantide.shared.models.generator_decoder import GeneratorDecoder
 from semantide.shared.models.prompt_cache import history_window
 from semantide.shared.models.prompt_spelling import PromptSpelling
-from semantide.shared.pages import CLICKED, Pages
+from semantide.shared.pages import CLICKED_FROM, Pages
 from semantide.shared.rollouts import Rollouts, Scorer, Scores, rollouts_of
 
 IntArray = npt.NDArray[np.int64]
@@ -80,12 +80,12 @@ class _Places:
     known_S: IntArray
 
     @classmethod
-    def of_pages(cls, dataset: Dataset, pages: Pages, most: int) -> _Places:
+    def of_pages(cls, dataset: Dataset, pages: Pages, most: int, clicked_from: float) -> _Places:
         """Before each page of the training part that has a positive; of these the strongest ``most``, the first shown where equals are too many."""
         kept, before_P = pages.training(dataset)
         page_S = np.repeat(np.arange(len(kept)), np.diff(kept.offsets_P1))
         order = np.lexsort((-kept.intensities_S, page_S))
-        order = order[(kept.answers()[order] >= CLICKED) & (before_P[page_S[order]] > 0)]
+        order = order[(kept.intensities_S[order] >= clicked_from) & (before_P[page_S[order]] > 0)]
         page_S, items_S = page_S[order], kept.items_S[order]
         places, first, page_of = np.unique(page_S, return_index=True, return_inverse=True)
         taken = np.arange(len(page_S)) - first[page_of] < most
@@ -114,7 +114,7 @@ class Prompts:
         """Raises: BadData for a data set without two training events of any user."""
         self._places = _Places.of_events(dataset, config.positives)
         if pages is not None and config.page_positives:
-            of_pages = _Places.of_pages(dataset, pages, config.page_positives)
+            of_pages = _Places.of_pages(dataset, pages, config.page_positives, config.clicked_from or CLICKED_FROM)
             # Where everything came on one page of its user, there is no history before any.
             self._places = of_pages if len(of_pages.users_P) else self._places
         if not len(self):

@@ -122,7 +122,7 @@ def calibration_of(values: Mapping[str, Any]) -> Calibration:
 def fit_calibration(
     logits_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], method: Method = "auto", *, weights_X: npt.NDArray[Any] | None = None, seed: int = 0
 ) -> Calibration:
-    """Fit a calibration; ``auto`` takes the one with the least log loss on the halves that it was not fitted on.
+    """Fit a calibration; ``auto`` takes the one with the least log loss on the halves that it was not fitted on, all by the same weights.
 
     Without examples of both kinds nothing can be learned, and logits stay as they are.
     Raises: ValueError for an unknown method, or labels and logits that are not one for one, or not finite.
@@ -139,41 +139,61 @@ def fit_calibration(
     if method == "auto":
         half = np.random.default_rng(seed).permutation(len(logits_X)) % 2 == 0
         losses = {}
+        own = [None if weights_X is None else np.asarray(weights_X)[fit] for fit in (half, ~half)]
         for name in ("platt", "isotonic"):
             losses[name] = sum(
-                log_loss(
-                    fit_calibration(logits_X[fit], labels_X[fit], name, weights_X=None if weights_X is None else weights_X[fit])(logits_X[~fit]), labels_X[~fit]
-                )
-                for fit in (half, ~half)
+                log_loss(fit_calibration(logits_X[fit], labels_X[fit], name, weights_X=mine)(logits_X[~fit]), labels_X[~fit], theirs)
+                for fit, mine, theirs in ((half, *own), (~half, *own[::-1]))
             )
         method = "isotonic" if losses["isotonic"] < losses["platt"] else "platt"
     return (Isotonic if method == "isotonic" else Platt).fit(logits_X, labels_X, weights_X)
 
 
-def log_loss(probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any]) -> float:
+def mean_of(values_X: npt.NDArray[Any], weights_X: npt.NDArray[Any] | None = None) -> float:
+    """Mean, by weights where there are any; 0 of nothing."""
+    return float(np.average(values_X, weights=weights_X)) if len(values_X) else 0.0
+
+
+def log_loss(probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], weights_X: npt.NDArray[Any] | None = None) -> float:
     """Mean negative log likelihood; 0 of nothing."""
     p, y = np.clip(np.asarray(probabilities_X, dtype=np.float64), _LEAST, 1 - _LEAST), np.asarray(labels_X, dtype=np.float64)
-    return float(-(y * np.log(p) + (1 - y) * np.log1p(-p)).mean()) if len(p) else 0.0
+    return mean_of(-(y * np.log(p) + (1 - y) * np.log1p(-p)), weights_X)
 
 
-def reliability(probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], num_bins: int = 20) -> list[tuple[float, float, int]]:
-    """(mean prediction, rate, count) of bins with equally many examples, in the order of predictions."""
+def reliability(
+    probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], num_bins: int = 20, weights_X: npt.NDArray[Any] | None = None
+) -> list[tuple[float, float, float]]:
+    """(mean prediction, rate, weight) of bins that weigh about the same, in the order of predictions; without weights each example weighs 1."""
     p, y = np.asarray(probabilities_X, dtype=np.float64), np.asarray(labels_X, dtype=np.float64)
-    order = np.argsort(p, kind="stable")
-    bins = [part for part in np.array_split(order, min(num_bins, max(len(order), 1))) if len(part)]
-    return [(float(p[part].mean()), float(y[part].mean()), len(part)) for part in bins]
+    order, most = np.argsort(p, kind="stable"), min(num_bins, max(len(p), 1))
+    if weights_X is None:
+        return [(float(p[part].mean()), float(y[part].mean()), len(part)) for part in np.array_split(order, most) if len(part)]
+    w = np.asarray(weights_X, dtype=np.float64)
+    passed = np.cumsum(w[order])
+    # Where the middle of an example's weight lies says whose it is.
+    bin_of = np.minimum((passed - w[order] / 2) / max(float(passed[-1]) if len(passed) else 0.0, 1e-300) * most, most - 1).astype(np.int64)
+    bins = [order[bin_of == number] for number in np.unique(bin_of)]
+    return [(mean_of(p[part], w[part]), mean_of(y[part], w[part]), float(w[part].sum())) for part in bins]
 
 
-def calibration_error(probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], num_bins: int = 20) -> float:
-    """Expected calibration error: how far mean prediction and rate of a bin are apart, over bins with equally many examples. In [0, 1]."""
-    bins = reliability(probabilities_X, labels_X, num_bins)
-    total = sum(count for *_, count in bins)
-    return sum(abs(mean - rate) * count for mean, rate, count in bins) / total if total else 0.0
+def calibration_error(
+    probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], num_bins: int = 20, weights_X: npt.NDArray[Any] | None = None
+) -> float:
+    """Expected calibration error: how far mean prediction and rate of a bin are apart, over bins that weigh about the same. In [0, 1]."""
+    bins = reliability(probabilities_X, labels_X, num_bins, weights_X)
+    total = sum(weight for *_, weight in bins)
+    return sum(abs(mean - rate) * weight for mean, rate, weight in bins) / total if total else 0.0
 
 
-def area_under_curve(scores_X: npt.NDArray[Any], labels_X: npt.NDArray[Any]) -> float:
-    """The probability that a positive example has the higher score of a random pair, ties counting half; NaN without both kinds."""
+def area_under_curve(scores_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], weights_X: npt.NDArray[Any] | None = None) -> float:
+    """The probability that a positive example has the higher score of a random pair, drawn by weights where there are any, ties counting half; NaN without both kinds."""
     scores, positive = np.asarray(scores_X, dtype=np.float64), np.asarray(labels_X) > 0.5
+    if weights_X is not None:
+        w = np.asarray(weights_X, dtype=np.float64)
+        group = np.unique(scores, return_inverse=True)[1]
+        ours, theirs = (np.bincount(group, w * kind) for kind in (positive, ~positive))
+        total = float(ours.sum() * theirs.sum())
+        return float((ours * (np.cumsum(theirs) - theirs / 2)).sum() / total) if total else float("nan")
     num_positives = int(positive.sum())
     pairs = num_positives * (len(scores) - num_positives)
     if not pairs:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.linear_model import LogisticRegression
 
-from semantide.shared.models.calibration import area_under_curve
+from semantide.shared.models.calibration import area_under_curve, mean_of
 from semantide.shared.models.interest_search import FloatArray, IntArray
 from semantide.shared.models.linear_map import unit_rows
 
@@ -64,8 +64,11 @@ class RelevanceGate:
     quantile: float
 
     @classmethod
-    def fit(cls, positives_XF: FloatArray, others_XF: FloatArray, held_out_XF: FloatArray, quantile: float) -> RelevanceGate:
-        """Learn to tell positives from other items, and set the threshold so that ``quantile`` of the held-out positives stay below it.
+    def fit(
+        cls, positives_XF: FloatArray, others_XF: FloatArray, held_out_XF: FloatArray, quantile: float, counts: tuple[FloatArray, FloatArray] | None = None
+    ) -> RelevanceGate:
+        """Learn to tell positives from other items, and set the threshold so that ``quantile`` of the held-out positives stay below it; ``counts`` say how much each of
+        both counts, None: all alike.
 
         Without positives everything is relevant.
         Raises: ValueError for a quantile outside [0, 1).
@@ -77,7 +80,8 @@ class RelevanceGate:
         inputs = np.concatenate([positives_XF, others_XF]).astype(np.float64)
         labels = np.arange(len(inputs)) < len(positives_XF)
         centre, scale = inputs.mean(0), np.maximum(inputs.std(0), 1e-6)
-        fitted = LogisticRegression(C=1.0, class_weight="balanced", max_iter=500).fit((inputs - centre) / scale, labels)
+        counts_X = None if counts is None else np.concatenate([counts[0] / counts[0].mean(), np.ones(len(others_XF))])
+        fitted = LogisticRegression(C=1.0, class_weight="balanced", max_iter=500).fit((inputs - centre) / scale, labels, sample_weight=counts_X)
         # Being more alike never makes an item less relevant, however the features go together.
         slopes = np.maximum(fitted.coef_[0] / scale, 0.0)
         if not slopes.any():
@@ -85,7 +89,8 @@ class RelevanceGate:
         weights, bias = tuple(slopes.tolist()), float(fitted.intercept_[0] - slopes @ centre)
         free = cls(weights, bias, -np.inf, quantile)
         # Just below, so that the positive that sets it passes.
-        threshold = float(np.nextafter(np.quantile(free.relevance(held_out_XF), quantile, method="lower"), np.float32(-np.inf)))
+        lowest = _quantile(free.relevance(held_out_XF), quantile, None if counts is None else counts[1])
+        threshold = float(np.nextafter(lowest, np.float32(-np.inf)))
         return cls(weights, bias, threshold, quantile)
 
     def relevance(self, features_XF: FloatArray) -> FloatArray:
@@ -105,12 +110,23 @@ class RelevanceGate:
         """Read what ``as_dict`` wrote."""
         return cls(tuple(values["weights"]), values["bias"], values["threshold"], values["quantile"])
 
-    def report(self, held_out_XF: FloatArray, others_XF: FloatArray) -> dict[str, float]:
-        """How many held-out positives and how many other items pass, and how well relevance tells them apart."""
+    def report(self, held_out_XF: FloatArray, others_XF: FloatArray, counts_X: FloatArray | None = None) -> dict[str, float]:
+        """How many held-out positives and how many other items pass, and how well relevance tells them apart; ``counts_X`` say how much each positive counts."""
         positives, others = self.relevance(held_out_XF), self.relevance(others_XF)
         labels = np.arange(len(positives) + len(others)) < len(positives)
+        pairs_X = None if counts_X is None else np.concatenate([counts_X, np.ones(len(others))])
         return {
-            "positives_pass": float((positives > self.threshold).mean()) if len(positives) else 1.0,
+            "positives_pass": mean_of(positives > self.threshold, counts_X) if len(positives) else 1.0,
             "others_pass": float((others > self.threshold).mean()) if len(others) else 1.0,
-            "auc": area_under_curve(np.concatenate([positives, others]), labels),
+            "auc": area_under_curve(np.concatenate([positives, others]), labels, pairs_X),
         }
+
+
+def _quantile(values_X: FloatArray, quantile: float, weights_X: FloatArray | None) -> np.float32:
+    """The largest value that leaves at most this share of the weight below it."""
+    if weights_X is None:
+        return np.float32(np.quantile(values_X, quantile, method="lower"))
+    order = np.argsort(values_X, kind="stable")
+    weights = weights_X[order].astype(np.float64)
+    below = np.cumsum(weights) - weights
+    return np.float32(values_X[order][np.flatnonzero(below <= quantile * weights.sum())[-1]])

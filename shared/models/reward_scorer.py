@@ -25,6 +25,33 @@ _SAME = 0.9  # likeness of an item's content to what it was, from which on it is
 _COMPARED = 10_000  # items whose content is looked at
 
 
+def matched(reward: str, model: PreferenceModel, dataset: str, stored: StoredDataset) -> tuple[PreferenceModel, IntArray]:
+    """A reward model with a data set's later items, and the row of each of its items [N], -1 where nothing is known.
+
+    Raises: Conflict for a reward model of another catalog: of other items, or of the same names for other things.
+    """
+    known = {item: row for row, item in enumerate(model.item_ids)}
+    rows_N = np.array([known.get(item, -1) for item in stored.item_ids], dtype=np.int64)
+    anew = "train one on this data set (semantide reward), or name the one that was"
+    num_known = int((rows_N >= 0).sum())
+    if num_known < LEAST_KNOWN * len(rows_N):
+        raise Conflict(f"reward model {reward} knows {num_known} of the {len(rows_N)} items of data set {dataset}: it is of another catalog; {anew}")
+    same, compared = _same_content(model, stored, rows_N)
+    if same < LEAST_KNOWN * compared:
+        raise Conflict(
+            f"reward model {reward} was trained with items of the same names, and {compared - same} of {compared} that were compared are described otherwise in data set "
+            f"{dataset}: it is of another catalog; {anew}"
+        )
+    later = np.flatnonzero(rows_N < 0)
+    if len(later):
+        base = len(model.item_ids)
+        model = model.widened(stored.item_table.take(later))
+        described = np.linalg.norm(model.spaces.content_NC[base:], axis=1) > 0.5 if model.spaces.content_NC.shape[1] else np.zeros(len(later), bool)
+        # Of an item that came later and says nothing of itself, nothing is known at all.
+        rows_N[later] = np.where(described, base + np.arange(len(later)), -1)
+    return model, rows_N
+
+
 class RewardScorer:
     """See ``Scorer``. What comes out depends on the reward model, the data set and the rollouts alone.
 
@@ -37,29 +64,8 @@ class RewardScorer:
         Raises: Conflict for a reward model of another catalog: of other items, or of the same names for other things.
         """
         self.reward, self.dataset = reward, dataset
-        stored = StoredDataset(folder)
-        known = {item: row for row, item in enumerate(model.item_ids)}
-        rows_N = np.array([known.get(item, -1) for item in stored.item_ids], dtype=np.int64)
-        anew = "train one on this data set (semantide reward), or name the one that was"
-        num_known = int((rows_N >= 0).sum())
-        if num_known < LEAST_KNOWN * len(rows_N):
-            raise Conflict(f"reward model {reward} knows {num_known} of the {len(rows_N)} items of data set {dataset}: it is of another catalog; {anew}")
-        same, compared = _same_content(model, stored, rows_N)
-        if same < LEAST_KNOWN * compared:
-            raise Conflict(
-                f"reward model {reward} was trained with items of the same names, and {compared - same} of {compared} that were compared are described otherwise in data set "
-                f"{dataset}: it is of another catalog; {anew}"
-            )
-        self._own = _own_feedback(model, folder, len(rows_N))
-        later = np.flatnonzero(rows_N < 0)
-        if len(later):
-            table = stored.item_table.take(later)
-            base = len(model.item_ids)
-            model = model.widened(table)
-            described = np.linalg.norm(model.spaces.content_NC[base:], axis=1) > 0.5 if model.spaces.content_NC.shape[1] else np.zeros(len(later), bool)
-            # Of an item that came later and says nothing of itself, nothing is known at all.
-            rows_N[later] = np.where(described, base + np.arange(len(later)), -1)
-        self.model, self._rows_N = model, rows_N
+        self.model, self._rows_N = matched(reward, model, dataset, StoredDataset(folder))
+        self._own = _own_feedback(model, folder, len(self._rows_N))
         self._users = model.user_rows(pq.read_table(folder / "users.parquet", columns=["user"])["user"].to_pylist())
 
     def score(self, rollouts: Rollouts) -> Scores:

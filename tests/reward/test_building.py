@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semantide.services.ingestion.readers.kuairand import RANDOM_POOL
 from semantide.services.reward.building import build
-from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, UNUSED, examples, learned_from, so_far
+from semantide.services.reward.examples import HELD_OUT, TEST, TRAIN, UNUSED, bound_of, examples, learned_from, so_far
 from semantide.services.reward.recipes import RewardTraining, recipe
 from semantide.shared.dataset import Dataset
 from semantide.shared.errors import BadData, Conflict, Corrupt
@@ -195,6 +196,16 @@ def test_unlikely_exposures_stand_for_more(tmp_path: Path) -> None:
     assert (examples(dataset, feedback, recipe("tiny", {"debias": "position"})).weights_X == 1).all()
 
 
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=60), st.floats(1, 50))
+def test_no_weight_is_larger_than_its_bound_times_the_mean(inverse: list[float], max_weight: float) -> None:
+    found = np.array(inverse)
+    bound = bound_of(found, max_weight)
+    capped = np.minimum(found, bound)
+    assert capped.max() <= max_weight * capped.mean() * (1 + 1e-9) and capped.sum() ** 2 / np.square(capped).sum() >= len(found) / max_weight * (1 - 1e-9)
+    # And no bound that holds is larger.
+    assert bound >= found.max() or (looser := np.minimum(found, bound * (1 + 1e-4))).max() > max_weight * looser.mean()
+
+
 def test_propensities_that_nobody_logged_are_estimated_where_that_is_asked_for(tmp_path: Path) -> None:
     dataset, feedback, _ = read(write_shop(tmp_path / "shop", propensities=True, pages=6))
     true = feedback.propensities
@@ -210,15 +221,46 @@ def test_propensities_that_nobody_logged_are_estimated_where_that_is_asked_for(t
     items = feedback.items[train]
     shown, weighed = np.bincount(items, minlength=NUM_ITEMS), np.bincount(items, weights, minlength=NUM_ITEMS)
     assert weighed.std() / weighed.mean() < 0.5 * shown.std() / shown.mean()
-    # What is logged is left as it is.
+    # What is logged is on the same scale, whether the others are estimated or not: that of a recommender that was sure.
     some = np.arange(len(feedback)) % 2 == 0
     mixed = replace(feedback, propensities=np.where(some, true, np.nan).astype(np.float32))
-    both, plain = examples(dataset, mixed, config), examples(dataset, mixed, TINY)
-    assert np.array_equal(both.weights_X[some], plain.weights_X[some])
-    assert (
-        (plain.weights_X[~some] == 1).all() and both.weights_X[~some & train].std() > 0.1 and both.weights_X[~some & train].mean() == pytest.approx(1, abs=1e-3)
-    )
+    both, plain = examples(dataset, mixed, recipe("tiny", {"propensities": "estimated", "max_weight": 100})), examples(dataset, mixed, recipe("tiny", {"max_weight": 100}))
+    inverse = np.where(some, 1 / true, 1)
+    assert np.allclose(plain.weights_X, inverse / inverse[train].mean(), rtol=1e-5)
+    assert np.allclose(both.weights_X[some], plain.weights_X[some], rtol=1e-3)
+    assert both.weights_X[~some & train].std() > 0.1 and both.weights_X[~some & train].mean() == pytest.approx(plain.weights_X[~some][0], rel=1e-3)
     assert (examples(dataset, hidden, recipe("tiny", {"propensities": "estimated", "debias": "position"})).weights_X == 1).all()
+
+
+@pytest.mark.parametrize(("random_share", "max_weight"), [(0.06, 100), (0.3, 10)])
+def test_what_a_recommender_chose_is_set_right_by_what_was_shown_at_random(tmp_path: Path, random_share: float, max_weight: float) -> None:
+    """The recommender shows one shade only when it is going to be clicked, and nothing that is known of an exposure tells why; shown at random (``is_rand``) it is clicked least."""
+    dataset, feedback, events = read(write_shop(tmp_path / "shop", num_users=150))
+    rng = np.random.default_rng(5)
+    drawn, bait = rng.random(len(feedback)) < random_share, feedback.items % COLOURS == 0
+    clicked = rng.random(len(feedback)) < np.where(bait, np.where(drawn, 0.1, 0.7), 0.35)
+    order = feedback.signals.index("order")
+    signals_XS = np.stack([(clicked & (number != order)) for number in range(len(feedback.signals))], 1)
+    propensities = np.where(drawn, 1 / RANDOM_POOL, np.nan).astype(np.float32)
+    told = replace(feedback, signals_XS=signals_XS, propensities=propensities)
+    config, rates = recipe("tiny", {"epochs": 8, "batch_exposures": 256, "learning_rate": 0.01, "max_weight": max_weight}), {}
+    weights = (found := examples(dataset, told, config)).weights_X
+    train = found.use_X == TRAIN
+    assert weights[drawn].min() > 5 * weights[~drawn].max() and weights[train].mean() == pytest.approx(1, abs=1e-4) and weights[train].max() <= max_weight * 1.001
+    for debias in ("both", "position"):
+        model = build(dataset, told, events, replace(config, debias=debias), {"click": 1.0}, 0, tmp_path / debias)
+        preferences = np.mean([every_item(model, dataset, user)[0] for user in range(12)], 0)
+        rates[debias] = [preferences[np.arange(NUM_ITEMS) % COLOURS == shade].mean() for shade in range(COLOURS)]
+        click = model.header["metrics"]["signals"]["click"]
+        debiased = model.header["metrics"]["debiased"]
+        test = found.rows(TEST)
+        chosen, target = (float(np.average(clicked[test], weights=by)) for by in (None, weights[test]))
+        assert click["shown"]["rate"] == pytest.approx(chosen) and click["rate"] == pytest.approx(target if debias == "both" else chosen, rel=1e-5)
+        # What calibration aims at is what is reported.
+        foretold = np.average([mean for mean, *_ in click["reliability"]], weights=[weight for *_, weight in click["reliability"]])
+        assert foretold == pytest.approx(click["rate"], abs=0.08) and debiased["effective_share"] >= (0.999 / max_weight if debias == "both" else 1)
+    assert rates["position"][0] > 1.2 * max(rates["position"][1:]), "the bias is there"
+    assert rates["both"][0] < 0.8 * min(rates["both"][1:])
 
 
 @pytest.mark.parametrize("how", ["none", "one", "all", "unheard", "rare"])

@@ -85,13 +85,18 @@ def test_what_is_no_item_gets_nothing_and_threads_change_nothing(shop: Path, tra
     assert np.allclose(scorer.score(one).preference_BG[0], scores.preference_BG[3], atol=1e-6)
 
 
-def test_rows_are_matched_by_id_and_later_items_are_known_by_what_they_are(shop: Path, trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "grown"
+def grown_shop(shop: Path, folder: Path, order: np.ndarray) -> Path:
+    """The shop's data set with two new items before those that it has, which lie in another order; all else as it was."""
     shutil.copytree(shop, folder)
     table = pq.read_table(shop / "items.parquet")
-    order = np.random.default_rng(1).permutation(NUM_ITEMS)
     later = pa.table({"item": ["new-red", "new-dumb"], "count": [0, 0], "title": ["thing in shade 1", ""], "categories": [["shade 1"], []]})
     pq.write_table(pa.concat_tables([later.cast(table.schema), table.take(order)]), folder / "items.parquet")
+    return folder
+
+
+def test_rows_are_matched_by_id_and_later_items_are_known_by_what_they_are(shop: Path, trained: Path, tmp_path: Path) -> None:
+    order = np.random.default_rng(1).permutation(NUM_ITEMS)
+    folder = grown_shop(shop, tmp_path / "grown", order)
     users = pq.read_table(shop / "users.parquet")
     pq.write_table(users.take(np.arange(users.num_rows)[::-1]), folder / "users.parquet")
     place = np.append(np.argsort(order) + 2, -1)
@@ -230,6 +235,34 @@ def test_items_are_scored_by_rest(room: Room, client: TestClient, reward: str) -
     assert answer["users"][1]["items"][0]["gate"] and set(first["signals"]) == {"click", "order"}
     weighed = client.post("/v1/reward/scores", json={**wanted, "preference": {"order": 1}}).json()["users"][0]["items"][0]
     assert weighed["preference"] == pytest.approx(first["signals"]["order"], abs=1e-6)
+
+
+def test_items_newer_than_the_model_are_known_by_what_a_data_set_says_of_them(
+    room: Room, client: TestClient, store: ArtifactStore, reward: str, shop: Path, tmp_path: Path
+) -> None:
+    """As the queue's worker knows them, and as the one that was there is known."""
+    NewestRewards(room.broker).put(reward, 1)
+    order = np.random.default_rng(1).permutation(NUM_ITEMS)
+    folder = grown_shop(shop, tmp_path / "grown", order)
+    users = [{"history": [{"item": f"item-{row}"} for row in (1, 5, 9, 13)], "items": ["new-red", "new-dumb", "item-0", "item-17"]},
+             {"history": [{"item": "new-red"}], "items": ["item-17", "item-0"]}]  # fmt: skip
+    before, after = (
+        client.post("/v1/reward/scores", json={"users": users, **named}).json()["users"] for named in ({}, {"dataset": store.put("datasets", folder)})
+    )
+    assert [entry["known"] for entry in before[0]["items"]] == [False, False, True, True]
+    new, dumb, other, same = after[0]["items"]
+    assert (new["known"], dumb["known"]) == (True, False) and new["gate"] and new["preference"] > other["preference"] and not dumb["gate"]
+    # What the model knew is judged as before, now that the new one may be in a history, too.
+    assert [other, same] == before[0]["items"][2:] and after[1]["items"][0]["relevance"] > after[1]["items"][1]["relevance"]
+    place = np.append(np.argsort(order) + 2, -1)
+    scores = RewardScorer(reward, PreferenceModel.load(store.get(reward)), "g", folder).score(
+        rollouts_of("g", [-1], [place[[1, 5, 9, 13]]], [np.arange(4)], np.array([[0, 1, place[0], place[17]]]), [np.zeros(4, np.int64)], ("click",))
+    )
+    assert np.allclose(scores.preference_BG[0], [entry["preference"] for entry in after[0]["items"]], atol=1e-6)
+    assert client.post("/v1/reward/scores", json={"users": users, "dataset": "datasets/sha256-" + "0" * 64}).status_code == 404
+    other_catalog = store.put("datasets", write_shop(tmp_path / "other", first_item=1000, pages=1))
+    refused = client.post("/v1/reward/scores", json={"users": users, "dataset": other_catalog})
+    assert refused.status_code == 409 and "another catalog" in refused.json()["error"]["message"]
 
 
 def test_a_user_s_own_history_is_taken_where_none_is_sent(room: Room, client: TestClient, reward: str) -> None:

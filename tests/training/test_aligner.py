@@ -134,6 +134,7 @@ def tensors(world: World) -> dict[str, torch.Tensor]:
     [
         {},
         {"distinct": False, "temperature": 1.5, "exclude_seen": False},
+        {"weighing": "policy", "updates": 2},
         {"baseline": "prefix", "staleness": 2, "updates": 2, "clip": 0.2, "kl_weight": 0.01, "supervised_weight": 0.1, "positives": 3},
     ],
 )
@@ -150,7 +151,8 @@ def test_what_is_rewarded_comes_more_often(world: World, changes: dict[str, Any]
     assert (
         steps[0]["kl"] == pytest.approx(0, abs=1e-5 if config.updates == 1 else 0.2) and steps[-1]["kl"] > 0.01 and steps[-1]["entropy"] < steps[0]["entropy"]
     )
-    assert steps[-1]["staleness"] == config.staleness * config.updates
+    # Of the last update of a step, which is the furthest from the policy that drew; the first rollouts are all drawn at once.
+    assert [each["staleness"] for each in steps] == [min(step, config.staleness) * config.updates + config.updates - 1 for step in range(len(steps))]
 
 
 def test_rollouts_of_a_policy_on_merged_prompts_have_the_probabilities_that_training_gives_them(world: World) -> None:

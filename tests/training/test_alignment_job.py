@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from semantide.services.training import alignment_job
 from semantide.services.training.alignment_job import align
+from semantide.services.training.alignment_recipes import AlignConfig
 from semantide.services.training.job import run
 from semantide.services.training.world import World
 from semantide.shared.artifacts import ArtifactStore
@@ -24,7 +27,7 @@ from semantide.shared.rollouts import Rollouts, Scores
 
 MakeJob = Callable[..., JobContext]
 TRAINED = {"epochs": 3, "items_per_batch": 64, "warmup_steps": 5, "learning_rate": 1e-2, "valid_beam_width": 20}
-SHORT = {"steps": 4, "prompts": 16, "group": 6, "beams": 2, "evaluate_every": 2, "held_out_users": 40, "probes": 8, "learning_rate": 2e-3, "guard_loss": 1.0}
+SHORT = {"steps": 4, "prompts": 16, "group": 6, "beams": 2, "evaluate_every": 2, "held_out_users": 40, "probes": 30, "learning_rate": 2e-3, "guard_loss": 1.0}
 
 
 class NextOnTheRing:
@@ -86,6 +89,7 @@ def test_a_generator_is_aligned_and_stored_with_all_that_serving_needs(
         name: before[name] for name in ("model_type", "max_items", "tokenizer_digest", "level_sizes", "catalog")
     }
     assert (card["aligned_from"], card["alignment"]["temperature"], card["alignment"]["group"]) == (trained["model"], 1.0, 6)
+    assert card["alignment"]["clicked_from"] == before["config"]["pages"]["clicked_from"]
     assert Generator.from_pretrained(store.get(ref)).config.level_sizes == (8, 8)
     evaluated = run(make_job("evaluate", config={"ks": [10], "beam_width": 20}, inputs={**trained, "model": ref})).result
     assert {row["model"] for row in evaluated["rows"]} == {"popularity", "generator"}
@@ -126,6 +130,26 @@ def test_where_the_guard_stops_the_start_comes_back_and_nothing_is_promoted(make
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_judge_that_few_users_ask_and_the_model_s_own_threshold_are_told(
+    make_job: MakeJob, trained: dict[str, str], store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alignment_job, "_LEAST_JUDGED", 100)
+    folder = tmp_path / "stricter"
+    shutil.copytree(store.get(trained["model"]), folder, ignore=shutil.ignore_patterns("manifest.json"))
+    card = json.loads((folder / "semantide.json").read_text())
+    card["config"]["pages"]["clicked_from"] = 2.5
+    (folder / "semantide.json").write_text(json.dumps(card))
+    inputs = {**trained, "model": store.put("models", folder, inputs=trained), "judge": f"rewards/sha256-{'b' * 64}"}
+    for config, threshold in (({}, 2.5), ({"clicked_from": 1.5}, 1.5)):
+        asked: dict[str, Any] = {**SHORT, "steps": 1, "probes": 200, "held_out_users": 0, **config}
+        told: list[AlignConfig] = []
+        job = make_job("align", config=asked, inputs=inputs)
+        monkeypatch.setattr(job, "configured", told.append)
+        (warning,) = align(job, scorer).result["warnings"]
+        assert "the judge was asked for 60 users" in warning and told[0].clicked_from == threshold
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, trained: dict[str, str], store: ArtifactStore, tmp_path: Path) -> None:
     def refused(kind: type[Exception], said: str, config: dict[str, Any] | None = None, load: Any = scorer, **changes: str) -> None:
         with pytest.raises(kind, match=said):
@@ -138,6 +162,10 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
     with pytest.raises(BadData, match="has 16 prompts for 17 processes"):
         align(make_job("align", config=SHORT, inputs=trained), scorer, World(size=17))
     refused(BadData, "the same artifact", judge=trained["reward"])
+    # A judge of one user, or a few, never falls beyond noise.
+    refused(ValueError, "probes is 1: give a number from 2", {"probes": 1})
+    for name in ("probes", "held_out_users"):
+        refused(BadData, f"{name} is 29 beside a judge.*at least 30", {name: 29}, judge=f"rewards/sha256-{'b' * 64}")
     copies = []
     for number in range(2):
         folder = tmp_path / f"weighed-{number}"

@@ -98,6 +98,34 @@ def test_the_loss_is_the_papers_and_its_gradient_that_of_weighted_log_probabilit
         assert torch.allclose(gradient[group], wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize(("beams", "distinct"), [(4, True), (0, True), (0, False)])
+def test_weighed_by_what_rollouts_stand_for_the_loss_has_the_gradient_of_the_expected_reward(beams: int, distinct: bool) -> None:
+    """And counted alike it has so only where all are drawn with replacement, as in the paper."""
+    groups, size, items = 4000, 16, 60
+    generator = torch.Generator().manual_seed(7)
+    scores_N, rewards_N = (2 * torch.randn(items, generator=generator)).double(), torch.rand(items, generator=generator).double()
+    policy_N = scores_N.softmax(0)
+    best = policy_N.argsort(descending=True)[:beams]
+    if distinct:
+        keys = policy_N.log() - (-torch.rand(groups, items, generator=generator).double().log()).log()
+        keys[:, best] = -torch.inf
+        drawn = keys.topk(size - beams, 1).indices
+    else:
+        drawn = torch.multinomial(policy_N, groups * size, True, generator=generator).view(groups, size)
+    rows_BG = torch.cat([best.expand(groups, -1), drawn], 1)
+    present = torch.ones_like(rows_BG, dtype=torch.bool)
+    weights = policy_weights(policy_N.log()[rows_BG][..., None], present, beams, distinct)
+    advantages = group_advantages(rewards_N[rows_BG], present, 1, least_spread=1e-3, divide=False)
+    wanted = policy_N * (rewards_N - (policy_N * rewards_N).sum())
+    alike = {}
+    for weights_BG in (None, weights):
+        variable = scores_N.clone().requires_grad_()
+        loss, _ = policy_loss(variable.log_softmax(0)[rows_BG][..., None], None, advantages, present, weights_BG=weights_BG)
+        (gradient,) = torch.autograd.grad(-loss, variable)
+        alike[weights_BG is not None] = float(torch.cosine_similarity(gradient, wanted, 0))
+    assert alike[True] > 0.99 and (alike[False] > 0.99) == (not distinct), alike
+
+
 def test_clipping_holds_back_what_has_gone_far_enough_and_nothing_else() -> None:
     advantages = group_advantages(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), 1, least_spread=0)
     before = torch.zeros(1, 2, 1)
@@ -160,6 +188,8 @@ def test_recipes_and_their_numbers() -> None:
         ({"beams": 17}, "no more beams"),
         ({"clip": -1}, "clip is"),
         ({"baseline": "x"}, "baseline"),
+        ({"weighing": "x"}, "weighing is 'x': give one of equal, policy"),
+        ({"probes": 1}, "probes is 1: give a number from 2"),
         ({"nosuch": 1}, "unknown"),
     ):
         with pytest.raises(ValueError, match=said):

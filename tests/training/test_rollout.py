@@ -56,19 +56,22 @@ def test_pages_positives_are_known_where_there_are_pages_and_the_next_events_els
     train = [data.draw(st.integers(0, len(history))) for history in histories]
     dataset = dataset_of(histories, train)
     entries = st.lists(
-        st.tuples(st.integers(0, NUM_ITEMS - 1), st.sampled_from([-1.0, 0.0, 1.0, 2.0, 3.0]), st.integers(0, 2)), max_size=4, unique_by=lambda entry: entry[0]
+        st.tuples(st.integers(0, NUM_ITEMS - 1), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 3.0]), st.integers(0, 2)),
+        max_size=4,
+        unique_by=lambda entry: entry[0],
     )
     moments = st.tuples(st.integers(0, len(histories) - 1), st.integers(0, 9))
     rows = [(*where, data.draw(entries)) for where in data.draw(st.lists(moments, max_size=6, unique=True))]
     most, many = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    config = replace(CONFIG, page_positives=most, positives=many)
+    clicked_from = data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5]))
+    config = replace(CONFIG, page_positives=most, positives=many, clicked_from=clicked_from)
     by_event = sorted(
         (user, end, tuple(item for _, item in history[end : min(end + many, train[user])]))
         for user, history in enumerate(histories) for end in range(1, train[user])
     )  # fmt: skip
     by_page = []
     for user, time, shown in rows:
-        history, positives = histories[user], [entry for entry in shown if entry[1] >= 1 and entry[2] == 0]
+        history, positives = histories[user], [entry for entry in shown if entry[1] >= (clicked_from or 1) and entry[2] == 0]
         before = min(sum(event[0] < time for event in history), train[user])
         if positives and before:
             by_page.append((user, before, tuple(item for item, *_ in sorted(positives, key=lambda entry: -entry[1])[:most])))

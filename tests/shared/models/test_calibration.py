@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from semantide.shared.models.calibration import Platt, area_under_curve, calibration_error, calibration_of, fit_calibration, log_loss, reliability, sigmoid
+from semantide.shared.models.calibration import Platt, area_under_curve, calibration_error, calibration_of, fit_calibration, log_loss, mean_of, reliability, sigmoid
 
 
 def drawn(seed: int, slope: float = 0.5, shift: float = -1.0, num: int = 40_000) -> tuple[np.ndarray, np.ndarray]:
@@ -53,6 +53,33 @@ def test_logits_in_the_wrong_order_are_not_turned_around() -> None:
     logits, labels = drawn(3)
     fitted = Platt.fit(-logits, labels)
     assert fitted.slope == 0 and fitted(np.zeros(1))[0] == pytest.approx(labels.mean())
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans(), st.integers(1, 4)), min_size=2, max_size=30).filter(lambda rows: len({label for _, label, _ in rows}) == 2))
+def test_an_example_of_weight_n_is_n_examples(rows: list[tuple[int, bool, int]]) -> None:
+    scores, labels, weights = (np.array([row[column] for row in rows]) for column in range(3))
+    p, many = sigmoid(scores), [np.repeat(each, weights) for each in (scores, labels)]
+    assert area_under_curve(scores, labels, weights) == pytest.approx(area_under_curve(*many))
+    assert log_loss(p, labels, weights) == pytest.approx(log_loss(sigmoid(many[0]), many[1]))
+    assert mean_of(labels, weights) == pytest.approx(many[1].mean())
+    assert calibration_error(p, labels, 1, weights) == pytest.approx(calibration_error(sigmoid(many[0]), many[1], 1))
+    assert calibration_error(p, labels, 5, np.full(len(p), 2.0)) == pytest.approx(calibration_error(p, labels, 5, np.full(len(p), 0.5)))
+    found = reliability(p, labels, 4, weights)
+    assert sum(weight for *_, weight in found) == pytest.approx(weights.sum()) and (np.diff([mean for mean, *_ in found]) > -1e-12).all()
+
+
+def test_fit_choice_and_error_go_by_the_same_weights() -> None:
+    """A tenth of the examples follows a curve of its own and counts a hundred times: what is fitted and chosen is right for it, and the error by the same weights says so."""
+    (logits, labels), rng = drawn(4), np.random.default_rng(6)
+    few = rng.random(len(logits)) < 0.1
+    labels = np.where(few, rng.random(len(logits)) < np.where(logits > 0, 0.6, 0.1), labels)  # a step, which no line is like
+    weights = np.where(few, 100.0, 1.0)
+    plain, weighed = fit_calibration(logits, labels), fit_calibration(logits, labels, weights_X=weights)
+    assert calibration_error(weighed(logits), labels, weights_X=weights) < 0.02 < calibration_error(weighed(logits), labels)
+    assert calibration_error(plain(logits), labels) < 0.04 < calibration_error(plain(logits), labels, weights_X=weights)
+    # Chosen by weights: the many, whose line the first one is, do not outvote the few.
+    line, steps = (fit_calibration(logits, labels, method, weights_X=weights) for method in ("platt", "isotonic"))
+    assert log_loss(steps(logits), labels, weights) < log_loss(line(logits), labels, weights) and weighed.as_dict()["kind"] == "isotonic"
 
 
 def test_errors_and_bins() -> None:
