@@ -26,6 +26,7 @@ ROUTES: dict[Role, tuple[str, ...]] = {
         "GET /redoc",
         "GET /openapi.json",
         "POST /v1/recommendations",
+        "POST /v1/scores",
         "POST /v1/reward/scores",
         "GET /v1/reward",
         "GET /v1/reward/{ref:path}",

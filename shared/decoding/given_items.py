@@ -66,9 +66,7 @@ class ItemScores:
     ``normalisation`` is that of ``Search``; for "children" the items' rows in the ``trie`` must be said.
     """
 
-    def __init__(
-        self, given: GivenItems, trie: SearchTrie | None = None, rows_I: Tensor | None = None, normalisation: Normalisation = "row"
-    ) -> None:
+    def __init__(self, given: GivenItems, trie: SearchTrie | None = None, rows_I: Tensor | None = None, normalisation: Normalisation = "row") -> None:
         self._given, self._trie, self._leaves_I = given, trie, None
         if normalisation == "children":
             assert trie is not None and rows_I is not None, "children are those of a trie"
@@ -84,13 +82,17 @@ class ItemScores:
         mine_I = ((prefix_I >= begin) & (prefix_I < begin + len(logits_nK))).nonzero().squeeze(1)
         own_I, codes_I = prefix_I[mine_I] - begin, codes_I[mine_I]
         if len(codes_I) and int(codes_I.max()) >= logits_nK.shape[1]:
-            raise ValueError(f"the model has {logits_nK.shape[1]} codes at level {level} and an item has code {int(codes_I.max())}: use the model's own catalog")
+            raise ValueError(
+                f"the model has {logits_nK.shape[1]} codes at level {level} and an item has code {int(codes_I.max())}: use the model's own catalog"
+            )
         wide_nK = logits_nK.to(torch.promote_types(logits_nK.dtype, torch.float32))
         chosen_I = wide_nK[own_I, codes_I]
         sums_n = self._among_children(level, wide_nK, mine_I, own_I) if self._leaves_I is not None else wide_nK.logsumexp(1)
         scores_I = chosen_I.double() - sums_n.double()[own_I]
         if not bool(scores_I.isfinite().all()) or not bool(wide_nK.isfinite().all()):
-            raise PermanentError(f"the model's logits of level {level} are not finite numbers: its weights are damaged or overflow their type; promote another model")
+            raise PermanentError(
+                f"the model's logits of level {level} are not finite numbers: its weights are damaged or overflow their type; promote another model"
+            )
         self.scores_IL[mine_I, level] = scores_I
 
     def _among_children(self, level: int, logits_nK: Tensor, mine_I: Tensor, own_I: Tensor) -> Tensor:

@@ -357,10 +357,10 @@ class GeneratorDecoder:
             (prompt_k, prompt_v), (own_k, own_v) = state.prompt_L2PGd[index], state.own_L2CGd[index]
             q_BHd, own_k[rows], own_v[rows] = layer.project(x_BD, cos_B1d, sin_B1d)
             outputs = [q_BHd[:0]]
-            for each in grown:
-                for run, offsets_R1 in each.runs:
+            for new in grown:
+                for run, offsets_R1 in new.runs:
                     tokens = slice(bounds[run.first], bounds[run.last])
-                    q_RWHd = q_BHd[each.begin + run.begin : each.begin + run.end].unflatten(0, (-1, run.width))
+                    q_RWHd = q_BHd[new.begin + run.begin : new.begin + run.end].unflatten(0, (-1, run.width))
                     outputs.append(beam_attention(q_RWHd, prompt_k[tokens], prompt_v[tokens], offsets_R1, own_k, own_v, run.rows_RWS).flatten(0, 1))
             x_BD = layer.finish(x_BD, torch.cat(outputs) if len(outputs) != 2 else outputs[1])
         hidden_BD: Tensor = generator.model.norm(x_BD)

@@ -42,6 +42,7 @@ def test_it_loads_no_part_of_a_stack() -> None:
         "semantide.shared.contracts",
         "semantide.shared.errors",
         "semantide.shared.recommendation",
+        "semantide.shared.scores",
     }
 
 

@@ -80,7 +80,7 @@ def test_items_get_the_scores_of_a_search_that_finds_them_all(requests, types, k
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.sampled_from(MIXES), st.booleans(), st.integers(0, 99))
 def test_items_get_what_training_computes_of_them(lengths, types, seen_bias, seed) -> None:
     generator = tiny(types, seen_bias=seen_bias)
-    codes, trie = catalog(seed)
+    codes, _ = catalog(seed)
     tokens, offsets = prompts(generator, codes, lengths, seed)
     rows = torch.from_numpy(np.random.default_rng(seed).integers(0, len(codes), 4 * len(lengths)))
     owners = torch.arange(len(lengths)).repeat_interleave(4)
