@@ -18,6 +18,7 @@ from semantide.client.refusal import StackError, Unreachable
 from semantide.client.retries import Retries
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.recommendation import RecommendationAnswer, RecommendationRequest
+from semantide.shared.scores import ScoreAnswer, ScoreRequest
 
 T = TypeVar("T")
 
@@ -94,6 +95,14 @@ class Client:
         """
         body = RecommendationRequest(user=user, **wish).model_dump(mode="json", exclude_unset=True)
         return self._run(calls.read(RecommendationAnswer, "POST", "/v1/recommendations", body=body, again=True))
+
+    def score(self, items: Sequence[str], user: str | None = None, **wish: Any) -> ScoreAnswer:
+        """Log-probabilities of given items for a user or a ``history``, in the order given; the fields of ``ScoreRequest``.
+
+        Raises: ValueError for what no stack would take.
+        """
+        body = ScoreRequest(items=list(items), user=user, **wish).model_dump(mode="json", exclude_unset=True)
+        return self._run(calls.read(ScoreAnswer, "POST", "/v1/scores", body=body, again=True))
 
     def send_interactions(self, rows: Iterable[Row], *, batch_rows: int = 1000, progress: Shown = None) -> Sent:
         """Send interactions as they come, batch by batch, each durable once it is answered. A repeated row is stored once: its ``event_id`` says so, or all it consists of."""

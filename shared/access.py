@@ -26,6 +26,7 @@ ROUTES: dict[Role, tuple[str, ...]] = {
         "GET /redoc",
         "GET /openapi.json",
         "POST /v1/recommendations",
+        "POST /v1/scores",
         "POST /v1/reward/scores",
         "GET /v1/reward",
         "GET /v1/reward/{ref:path}",
@@ -89,7 +90,7 @@ AUDITED_READS = ("GET /v1/users/{user:path}/export",)
 """Reading that the audit log keeps, since personal data leave by it. What else it keeps is every change that wants an admin."""
 
 
-_USER = re.compile(r"/v1/users/(.+?)(/history|/export|)$", re.DOTALL)
+_USER = re.compile(r"/v1/users/(.+?)(/history|/export|)\Z", re.DOTALL)
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -123,6 +123,8 @@ class Settings(BaseSettings):
     """Most memory for keys and values of running recommendation requests; others wait, bytes."""
     serving_prompt_cache_bytes: int = Field(default=256 * 1024**2, ge=0)
     """Most memory for the prompts of users who may return, of each live model; 0: none is kept, bytes."""
+    serving_scored_items: int = Field(default=1000, ge=1, le=10_000)
+    """Most items that one request may have scored, items."""
     serving_exploration: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     """Share of a list's places for items younger than the model, where there are any; a request may decline. 0: none."""
     serving_randomisation: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)

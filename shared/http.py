@@ -431,8 +431,8 @@ def build_app(
     async def unexpected(_: Request, error: Exception) -> Response:
         return _error(500, "InternalError", f"an unexpected {type(error).__name__} happened here; the log has its trace")
 
-    # Recommendations make a span and measure themselves: the instrumentation's share of their time would be larger than the rest of HTTP together.
-    FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics,v1/recommendations", exclude_spans=["receive", "send"])
+    # Recommendations and scores make a span and measure themselves: the instrumentation's share of their time would be larger than the rest of HTTP together.
+    FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics,v1/recommendations,v1/scores", exclude_spans=["receive", "send"])
     settings = room.settings
     limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
     app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes, limits=limits, audit=AuditLog(room.broker, settings.audit_days))

@@ -25,6 +25,7 @@ from semantide.services.commandline.oversight import audit
 from semantide.services.commandline.page_report import pages
 from semantide.services.commandline.publishing import IfNotWorse, decisions, promote, promotion
 from semantide.services.commandline.recommendations import recommend
+from semantide.services.commandline.scores import score
 from semantide.services.commandline.simulation import abtest, simulate
 from semantide.shared.api_keys import own_key
 from semantide.shared.config import Settings
@@ -40,6 +41,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(variants.app, name="variants")
 app.add_typer(users.app, name="users")
 app.command()(recommend)
+app.command()(score)
 app.command()(promote)
 app.command()(decisions)
 app.command()(jobs.report)

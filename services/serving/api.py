@@ -7,7 +7,8 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,21 +29,20 @@ from semantide.services.serving.explanation import Neighbour
 from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.live_answers import live_answer, split_answer
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
-from semantide.services.serving.profile import TimedEvent
 from semantide.services.serving.publishing import compare
 from semantide.services.serving.registry import LIVE
 from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer
 from semantide.services.serving.scheduler import Overloaded
+from semantide.services.serving.score_answer import score_answer
 from semantide.services.serving.service import Service
-from semantide.services.serving.ticket import Passage
-from semantide.services.serving.wish import Wish
+from semantide.services.serving.ticket import A, Passage
+from semantide.services.serving.wish import Wish, score_wish_of, wish_of
 from semantide.shared.errors import NotFound, SemantideError, TransientError
 from semantide.shared.http import OUR_FAULTS, APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.jobs import Jobs
 from semantide.shared.recommendation import (
     Explanation,
-    HistoryItem,
     NearItem,
     RecommendationAnswer,
     RecommendationRequest,
@@ -50,6 +50,7 @@ from semantide.shared.recommendation import (
     Timing,
 )
 from semantide.shared.room import Room
+from semantide.shared.scores import ScoreAnswer, ScoreRequest
 from semantide.shared.telemetry import continued_trace, logger, stage_spans
 
 _DRAW_SECONDS = 3600  # for which one user's draw of new items stays as it is
@@ -104,7 +105,7 @@ def build(room: Room) -> APIRouter:
         source = body.source or settings.serving_source
         beside: asyncio.Task[Retrieved] | None = None  # the retriever's own list, found while the generator searches
         try:
-            wish = _wish(body, settings.actions)
+            wish = wish_of(body, settings.actions)
             if source == "retriever":
                 return await retrieved(body, wish, begin)
             if source in ("auto", "both") and service.retrievers.current is not None and service.swapper.lineup is None and body.variant is None:
@@ -122,22 +123,17 @@ def build(room: Room) -> APIRouter:
             if source == "both" and service.retrievers.current is not None:
                 beside = asyncio.create_task(_retrieve(service, body, wish, bundle))
                 beside.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even where the search fails first
-            (answer, passage), *fresh = await _search(request, service, wishes, bundle)
+            searches = [service.submit(wishes[0], bundle)]
+            for other in wishes[1:]:
+                with suppress(TransientError):
+                    searches.append(service.submit(other, bundle))
+            (answer, passage), *fresh = await _answered(request, searches)
             second = None if beside is None else await beside
-        except Overloaded as error:
-            if source in ("auto", "both") and service.retrievers.current is not None and variant in (None, LIVE):
-                return await retrieved(body, wish, begin, fallback="too many requests wait for the generator", beside=beside)
-            service.meters.request("overloaded", variant)
-            raise HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))}) from error
-        except ClientGone as error:
-            service.meters.request("cancelled", variant)
-            raise HTTPException(499, str(error)) from error
-        except TransientError:
-            service.meters.request("unavailable", variant)
-            raise
         except Exception as error:
-            service.meters.request("refused" if isinstance(error, ValueError | NotFound) and not isinstance(error, OUR_FAULTS) else "failed", variant)
-            raise
+            may_retrieve = source in ("auto", "both") and service.retrievers.current is not None and variant in (None, LIVE)
+            if isinstance(error, Overloaded) and may_retrieve:
+                return await retrieved(body, wish, begin, fallback="too many requests wait for the generator", beside=beside)
+            raise _counted(error, service.meters.request, variant) from error.__cause__
         finally:
             if beside is not None:
                 beside.cancel()
@@ -181,6 +177,21 @@ def build(room: Room) -> APIRouter:
         if body.depth is None or len(whole.items) <= body.n:
             return whole
         return await run_in_threadpool(_first_page, service, whole, body)
+
+    @router.post("/scores", tags=["serving"], summary="How probable given items are for a user or a history")
+    async def score(body: ScoreRequest, request: Request) -> ScoreAnswer:
+        begin, variant = time.perf_counter(), None
+        with continued_trace(request.headers.get("traceparent"), "POST /v1/scores", "serving"):
+            try:
+                wish = score_wish_of(body, settings.actions, settings.serving_scored_items)
+                choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
+                variant = choice.variant
+                ((found, passage),) = await _answered(request, [service.score(wish, choice.bundle)])
+            except Exception as error:
+                raise _counted(error, service.meters.scores, variant) from error.__cause__
+            service.meters.scores("ok", variant)
+            stage_spans("serving", passage.marks)
+            return score_answer(found, passage, variant, time.perf_counter() - begin)
 
     @router.post("/serving/promote", tags=["serving"], summary="Make a model live; it is loaded and tried first")
     def promote(body: PromoteRequest) -> LiveAnswer:
@@ -233,17 +244,28 @@ async def _retrieve(service: Service, body: RecommendationRequest, wish: Wish, b
     return await run_in_threadpool(service.retrieve, body.user, wish.events, partial(asking, body, wish, bundle))
 
 
-async def _search(request: Request, service: Service, wishes: list[Wish], bundle: Bundle) -> list[tuple[Answer, Passage]]:
-    """Answers of the first wish and of those others that went well: their failure takes nothing from the first.
+def _counted(error: Exception, count: Callable[[str, str | None], None], variant: str | None) -> Exception:
+    """What a failed request is told; it is counted by how it ended."""
+    if isinstance(error, Overloaded):
+        count("overloaded", variant)
+        return HTTPException(429, str(error), headers={"Retry-After": str(math.ceil(error.retry_after_seconds))})
+    if isinstance(error, ClientGone):
+        count("cancelled", variant)
+        return HTTPException(499, str(error))
+    if isinstance(error, TransientError):
+        count("unavailable", variant)
+    else:
+        count("refused" if isinstance(error, ValueError | NotFound) and not isinstance(error, OUR_FAULTS) else "failed", variant)
+    return error
+
+
+async def _answered(request: Request, futures: Sequence[Future[tuple[A, Passage]]]) -> list[tuple[A, Passage]]:
+    """Answers of the first search and of those others that went well: their failure takes nothing from the first.
 
     Should the client leave, the work is given up.
 
-    Raises: ClientGone, and what the first wish raises.
+    Raises: ClientGone, and what the first search raises.
     """
-    futures = [service.submit(wishes[0], bundle)]
-    for wish in wishes[1:]:
-        with suppress(TransientError):
-            futures.append(service.submit(wish, bundle))
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -315,55 +337,6 @@ def _next_page(service: Service, body: RecommendationRequest, cursor: str, begin
 
 def _request_id() -> str:
     return f"{_process}-{next(_numbers):x}"
-
-
-def _wish(body: RecommendationRequest, actions: Mapping[str, float]) -> Wish:
-    """What the request asks for.
-
-    Raises: ValueError naming field, value and remedy.
-    """
-    if (body.user is None) == (body.history is None):
-        given = "neither" if body.user is None else "both"
-        raise ValueError(f"{given} of `user` and `history` given: send one of them (for an unknown visitor any new user id will do)")
-    if body.depth is not None and body.depth < body.n:
-        raise ValueError(f"`depth` is {body.depth} and `n` {body.n}: rank at least as many items as the first page has")
-    if body.split_by is not None and body.user is not None:
-        raise ValueError(f"`split_by` is {body.split_by!r} and `user` {body.user!r}: a user is split by their own id; leave `split_by` out")
-    events: tuple[TimedEvent, ...] | None = None
-    if body.history is not None:
-        if not body.history:
-            raise ValueError("`history` is []: give at least one item, or send `user` instead (an unknown user is ranked without history)")
-        plain: tuple[TimedEvent, ...] = tuple(
-            (entry, "click", None) for entry in body.history if isinstance(entry, str)
-        )  # the usual case, without a model made of each entry
-        if len(plain) == len(body.history) and "click" in actions:
-            events = plain
-        else:
-            events = _events([entry if isinstance(entry, HistoryItem) else HistoryItem(item=entry) for entry in body.history], actions)
-    return Wish(
-        user=body.user,
-        events=events,
-        n=body.ranked,
-        width=body.width,
-        exclude_ids=tuple(body.exclude_ids),
-        exclude_seen=body.exclude_seen,
-        categories_any=tuple(sorted(set(body.categories_any))),
-        categories_all=tuple(sorted(set(body.categories_all))),
-        variety=body.variety,
-        conditional=body.conditional_scores,
-    )
-
-
-def _events(history: list[HistoryItem], actions: Mapping[str, float]) -> tuple[TimedEvent, ...]:
-    for place, event in enumerate(history):
-        if event.action not in actions:
-            raise ValueError(f"`history[{place}].action` is {event.action!r}: use one of {', '.join(sorted(actions))}, or configure it in SEMANTIDE_ACTIONS")
-    timed = [event.time is not None for event in history]
-    if any(timed) and not all(timed):
-        raise ValueError(f"`history[{timed.index(False)}].time` is missing: give a time for every event, or for none (then oldest first)")
-    if all(timed):
-        history = sorted(history, key=lambda event: event.time or 0)
-    return tuple((event.item, event.action, event.time) for event in history)
 
 
 def _answer(

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
 from semantide.shared.decoding.beam_search import Search
 from semantide.shared.decoding.kv_pool import KVLease
-from semantide.shared.decoding.protocol import NarrowingModel
+from semantide.shared.decoding.protocol import Extension, LogitRows, NarrowingModel
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.models.generator import Generator
@@ -101,6 +101,10 @@ class ServingModel(NarrowingModel, Protocol):
         """See ``StepModel``; the state has ``prompt_kv`` and ``read_R`` as that of ``GeneratorDecoder``."""
         ...
 
+    def follow(self, state: Any, levels: Sequence[Extension]) -> Iterator[LogitRows]:
+        """See ``ScoringModel``."""
+        ...
+
 
 @dataclass(frozen=True, repr=False)  # a log of it would list the whole catalog
 class Bundle:
@@ -162,6 +166,18 @@ class Bundle:
         tokens_nL = torch.as_tensor(self.spelling.item_tokens_NL[rows], device=self.trie.device)
         with torch.inference_mode():
             return np.asarray(self.item_vectors(tokens_nL).float().cpu().numpy())
+
+    def all_rows(self, items: tuple[str, ...]) -> IntArray:
+        """Catalog rows of items, in the same order.
+
+        Raises: ValueError for items that the catalog does not have.
+        """
+        if unknown := [item for item in dict.fromkeys(items) if item not in self.catalog.row_of]:
+            shown = ", ".join(repr(item[:80]) for item in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            raise ValueError(
+                f"`items` has {len(unknown)} that catalog {self.pair.catalog[:26]}... does not have ({shown}): leave them out, or send them to ingestion first"
+            )
+        return self.rows(items)
 
     def rows(self, items: tuple[str, ...]) -> IntArray:
         """Catalog rows of the items that the catalog has, in the same order."""

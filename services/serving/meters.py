@@ -9,6 +9,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from semantide.services.serving.engine import Group
 from semantide.services.serving.narrowing import Narrowing
+from semantide.services.serving.rounds import Rounds
 from semantide.services.serving.ticket import Passage, Watcher
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.telemetry import fast_counter, fast_histogram, meter
@@ -42,6 +43,8 @@ class Meters(Watcher):
             return float(sum(bundle.prompts.use().in_use_bytes for bundle in measured.swapper.bundles))
 
         self._requests = made.create_counter("semantide_recommendations", description="Answered requests, by outcome and variant")
+        self._scores = made.create_counter("semantide_scores", description="Answered requests for the scores of given items, by outcome and variant")
+        self._scored = fast_counter("semantide_scored_items", "Items that were scored for requests that named them")
         self._explored = made.create_counter("semantide_items_explored", description="Places of lists that were given to new items")
         self._pages = made.create_counter("semantide_recommendation_pages", description="Further pages of rankings, by outcome")
         self._retrieved = made.create_counter("semantide_recommendations_retrieved", description="Answers of the retriever alone, by cause")
@@ -67,15 +70,11 @@ class Meters(Watcher):
         gauge("semantide_kv_high_water_bytes", lambda: measured.pool.high_water_bytes, "The most keys and values that were held at once", "By")
         gauge("semantide_prompt_cache_bytes", cache_bytes, "Prompts kept of users who may return, of all loaded models", "By")
 
-    def answered(self, run: Group, passages: Sequence[Passage]) -> None:
-        """A group was searched and its answers were handed out."""
-        hits = run.hits
-        assert hits is not None, "told before the end"
+    def answered(self, run: Rounds[Any], passages: Sequence[Passage]) -> None:
+        """A group came to its end and its answers were handed out."""
         self._batch.observe(len(run.requests))
-        self._candidates.inc(hits.candidates)
-        self._visited.inc(hits.visited)
-        if dead_ends := int(hits.dead_ends_R.sum()):
-            self._dead_ends.add(dead_ends)
+        if isinstance(run, Group):
+            self._found(run)
         for stage, begin, end in run.marks:
             self.stage(stage, end - begin)
             self._busy.inc(end - begin)
@@ -84,18 +83,29 @@ class Meters(Watcher):
             self.stage("wait", passage.seconds("wait"))
         for stage in ("assemble", "format"):
             self.stage(stage, passages[0].seconds(stage))
-        for place, (request, found) in enumerate(zip(run.requests, hits.counts_R.tolist(), strict=True)):
-            self._width.observe(run.widths[place])
-            if run.widths[place] < request.width:
-                self._narrowed.inc()
-            if found < request.query.n and not request.query.only_new:
-                self._short.inc()
+        for request in run.requests:
+            self._scored.inc(len(request.given))
             if unknown := len(request.query.history) - request.known:
                 self._unknown.add(unknown)
             if request.query.user is not None:
                 self._prompts.labels("hit" if request.kept else "miss").inc()
         self._tokens.labels("read").inc(run.tokens_read)
         self._tokens.labels("kept").inc(run.prompt_tokens - run.tokens_read)
+
+    def _found(self, run: Group) -> None:
+        """What a search has come by."""
+        hits = run.hits
+        assert hits is not None, "told before the end"
+        self._candidates.inc(hits.candidates)
+        self._visited.inc(hits.visited)
+        if dead_ends := int(hits.dead_ends_R.sum()):
+            self._dead_ends.add(dead_ends)
+        for request, width, found in zip(run.requests, run.widths, hits.counts_R.tolist(), strict=True):
+            self._width.observe(width)
+            if width < request.width:
+                self._narrowed.inc()
+            if found < request.query.n and not request.query.only_new:
+                self._short.inc()
 
     def dropped(self, cause: str) -> None:
         """A request was given up."""
@@ -108,6 +118,10 @@ class Meters(Watcher):
     def request(self, outcome: str, variant: str | None = None) -> None:
         """One request ended so, on this side of a split."""
         self._requests.add(1, {"outcome": outcome, "variant": variant or "none"})
+
+    def scores(self, outcome: str, variant: str | None = None) -> None:
+        """One request for scores ended so, on this side of a split."""
+        self._scores.add(1, {"outcome": outcome, "variant": variant or "none"})
 
     def explored(self, count: int) -> None:
         """So many new items took places of a list."""

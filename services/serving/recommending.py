@@ -1,4 +1,4 @@
-"""The stages that the scheduler runs: wishes are assembled into prepared queries, admitted by the memory they will hold, and searched in groups."""
+"""The stages that the scheduler runs: wishes are assembled into prepared queries, admitted by the memory they will hold, and searched, or their items scored, in groups."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from semantide.services.serving.bundle import Bundle, Unavailable
-from semantide.services.serving.engine import Group, Prepared
+from semantide.services.serving.engine import Answer, Group
+from semantide.services.serving.prepared import Prepared
 from semantide.services.serving.profile import TimedEvent, profile_of
+from semantide.services.serving.rounds import Rounds
+from semantide.services.serving.scoring import Scored, ScoreGroup
 from semantide.services.serving.wish import Wish
 from semantide.shared.decoding.kv_pool import KVExhausted, KVLease, KVPool
 
@@ -54,10 +57,13 @@ class Recommending:
         profile = profile_of(((item, action) for item, action, _ in events), self.actions, bundle.reading)
         prepared = Prepared.of(bundle, wish.query(profile, events if bundle.spelling.merger.features else ()))
         if prepared.kv_bytes > self.pool.budget_bytes:
+            what, fewer = (f"`items` of {len(wish.items)}", "items") if wish.items else (f"`beam_width` {wish.width} with n = {wish.n}", "beams")
             raise ValueError(
-                f"`beam_width` {wish.width} with n = {wish.n} needs {prepared.kv_bytes} bytes of keys and values, more than the {self.pool.budget_bytes} of "
-                "SEMANTIDE_SERVING_KV_BYTES: ask for fewer beams"
+                f"{what} needs {prepared.kv_bytes} bytes of keys and values, more than the {self.pool.budget_bytes} of SEMANTIDE_SERVING_KV_BYTES: "
+                f"ask for fewer {fewer}"
             )
+        if wish.items:
+            return prepared
         bundle.mask(self.unavailable(), wish.categories_any, wish.categories_all, wish.only_new)  # made here, the search finds it
         return prepared
 
@@ -68,6 +74,8 @@ class Recommending:
         except KVExhausted:
             return None
 
-    def begin(self, requests: Sequence[Prepared], leases: Sequence[KVLease], share: float) -> Group:
+    def begin(self, requests: Sequence[Prepared], leases: Sequence[KVLease], share: float) -> Rounds[Answer] | Rounds[Scored]:
         """Make the group; its rounds follow."""
+        if requests[0].query.items:
+            return ScoreGroup(requests, self.clock, leases=leases)
         return Group(requests, self.unavailable, self.clock, leases=leases, share=share)

@@ -70,7 +70,7 @@ class Asked:
 
     @classmethod
     def of(cls, body: bytes) -> Asked:
-        """What a recommendation request says; whatever is wrong with it is the replica's to say."""
+        """What a request for recommendations, or for the scores of given items, says; whatever is wrong with it is the replica's to say."""
         try:
             said = json.loads(body)
         except (ValueError, RecursionError):
@@ -79,7 +79,8 @@ class Asked:
             return NOTHING
         user, history = said.get("user"), said.get("history")
         ranked = _number(said.get("depth")) or _number(said.get("n")) or _DEFAULT_N
-        beams = _number(said.get("beam_width")) or max(_DEFAULT_WIDTH, 1.5 * ranked)
+        given = said.get("items")
+        beams = len(given) if isinstance(given, list) else _number(said.get("beam_width")) or max(_DEFAULT_WIDTH, 1.5 * ranked)
         return cls(
             user if isinstance(user, str) else None,
             beams,

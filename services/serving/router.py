@@ -5,7 +5,7 @@
     forward    a recommendation that a replica did not answer whole (it left, it answered 503 or 429) is asked of the next one; without any it waits,
                but not for ever, and one that replicas do not survive is not handed round
 
-Recommendations and everything that only reads may be asked twice; what changes something is sent once, and its sender hears when nobody can tell what came of it.
+Recommendations, scores and everything that only reads may be asked twice; what changes something is sent once, and its sender hears when nobody can tell what came of it.
 An ASGI application; ``services/local.py`` puts the gate with keys and limits before it and runs it.
 """
 
@@ -25,7 +25,8 @@ from semantide.services.serving.replica_connection import Headers, ReplicaConnec
 from semantide.services.serving.replicas import NOTHING, Asked, Replica, Replicas
 from semantide.shared.telemetry import fast_counter, logger, meter, metrics_page
 
-RECOMMEND = "/v1/recommendations"
+SEARCHES = ("/v1/recommendations", "/v1/scores")
+"""What models are asked: it may be asked twice, and goes where the user's prompt is kept."""
 
 _DISCOVER_SECONDS = 1.0
 _PROBE_SECONDS = 0.5
@@ -194,7 +195,7 @@ class Router:
 
     async def forward(self, method: str, target: bytes, headers: Headers, body: bytes) -> Reply:
         """Ask replicas until one has answered, or patience is over."""
-        recommends = method == "POST" and target.partition(b"?")[0] == RECOMMEND.encode()
+        recommends = method == "POST" and target.partition(b"?")[0].decode("latin-1") in SEARCHES
         repeatable = recommends or method in _READING
         asked = Asked.of(body) if recommends else NOTHING
         began = self._clock()

@@ -8,24 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from semantide.services.serving.admission import GroupBounds
 from semantide.services.serving.bundle import Bundle, load_bundle, read_header
-from semantide.services.serving.engine import Answer, Prepared, warm_up
+from semantide.services.serving.engine import Answer, warm_up
 from semantide.services.serving.meters import Meters
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pages import Pages
 from semantide.services.serving.pinned import Pin, PinnedRegistry
 from semantide.services.serving.poller import Poller
+from semantide.services.serving.prepared import Prepared
 from semantide.services.serving.profile import profile_of
 from semantide.services.serving.publishing import Comparisons
 from semantide.services.serving.recommending import Asked, Events, Recommending
 from semantide.services.serving.registry import Candidate, Pair, Registry, RegistryState, Split, Variant
 from semantide.services.serving.retrieval import Asking, Retrieved, RetrieverWatch, TimedEvents
 from semantide.services.serving.scheduler import Scheduler
+from semantide.services.serving.scoring import Scored
 from semantide.services.serving.shown import ShownNotes
 from semantide.services.serving.swap import AvailabilityWatch, Swapper
 from semantide.services.serving.ticket import Passage
@@ -93,7 +95,7 @@ class Service:
         stages = Recommending(self._look_up, settings.actions, lambda: self.availability.current, self.pool, clock=time.perf_counter)
         cores = torch.get_num_threads()
         workers = settings.serving_workers or min(max(1, cores // 2), _MOST_WORKERS)
-        self.scheduler: Scheduler[Asked, Prepared, Answer] = Scheduler(
+        self.scheduler: Scheduler[Asked, Prepared, Answer | Scored] = Scheduler(
             stages,
             workers=workers,
             bounds=GroupBounds(settings.serving_batch, settings.serving_round_beams, settings.serving_round_tokens),
@@ -170,7 +172,15 @@ class Service:
 
         Raises: Overloaded; TransientError when no model is live.
         """
-        return self.scheduler.submit(Asked(wish, bundle or self.choose(wish.user).bundle))
+        return cast("Future[tuple[Answer, Passage]]", self.scheduler.submit(Asked(wish, bundle or self.choose(wish.user).bundle)))
+
+    def score(self, wish: Wish, bundle: Bundle) -> Future[tuple[Scored, Passage]]:
+        """Queue a request for the scores of the items of a wish.
+
+        Raises: Overloaded.
+        """
+        assert wish.items, "what is scored is named"
+        return cast("Future[tuple[Scored, Passage]]", self.scheduler.submit(Asked(wish, bundle)))
 
     def hidden(self, user: str | None) -> frozenset[str]:
         """Items that may not be shown now: unavailable, or disliked by this user.

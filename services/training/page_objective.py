@@ -20,7 +20,7 @@ from semantide.services.training.objective import LossSum, TableRows, wide
 from semantide.services.training.page_targets import PageTargets
 from semantide.services.training.recipes import TrainConfig
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.targets import TargetBlocks, target_counts, target_hidden
+from semantide.shared.models.targets import TargetBlocks, target_logits
 
 
 class PageWise:
@@ -53,11 +53,9 @@ class PageWise:
         tokens_SL = self._item_tokens_NL[targets.items_S]
         prompt_T, prompt_offsets_B1 = self.prompts(batch)
         blocks = TargetBlocks(tokens_SL.flatten(), targets.offsets_C1 * vocabulary.levels, targets.histories_C, targets.seen_C)
-        hidden_SLD = target_hidden(model, prompt_T, prompt_offsets_B1, blocks).unflatten(0, (-1, vocabulary.levels))
-        losses, likelihoods_S = [], hidden_SLD.new_zeros(len(tokens_SL), dtype=torch.float32)
-        for level in range(vocabulary.levels):
-            counts_SK = target_counts(model, prompt_T, prompt_offsets_B1, blocks, level)
-            logits_SK = wide(model.logits(hidden_SLD[:, level], level, counts_SK))
+        losses, likelihoods_S = [], torch.zeros(len(tokens_SL), device=tokens_SL.device)
+        for level, logits_SK in enumerate(target_logits(model, prompt_T, prompt_offsets_B1, blocks)):
+            logits_SK = wide(logits_SK)
             codes_S = tokens_SL[:, level] - vocabulary.first(level)
             each_S = F.cross_entropy(logits_SK, codes_S, label_smoothing=self._smoothing, reduction="none")
             losses.append((each_S * targets.weights_S).sum())

@@ -14,7 +14,7 @@ from semantide.shared.decoding.sampling import Policy
 from semantide.shared.decoding.search_trie import ItemFilter, SearchTrie
 from semantide.shared.jagged import Jagged
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.targets import TargetBlocks, target_counts, target_hidden
+from semantide.shared.models.targets import TargetBlocks, target_counts, target_logits
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class PolicyTerms:
     def of(self, generator: Generator, places: Places) -> Terms:
         """The terms of all items."""
         prompts = places.prompts
-        hidden_CLD = target_hidden(generator, prompts.values, prompts.offsets_B1, places.blocks).unflatten(0, (-1, len(places.levels)))
+        found = target_logits(generator, prompts.values, prompts.offsets_B1, places.blocks, [level.seen_CK for level in places.levels])
         policy, row, valid, entropy, tables = [], [], [], [], []
-        for number, level in enumerate(places.levels):
-            logits_CK = generator.logits(hidden_CLD[:, number], number, level.seen_CK).float()
+        for level, logits_CK in zip(places.levels, found, strict=True):
+            logits_CK = logits_CK.float()
             total_C = logits_CK.logsumexp(1)
             row.append(logits_CK.gather(1, level.codes_C1).squeeze(1) - total_C)
             valid.append(logits_CK.masked_fill(level.shut_CK, -torch.inf).logsumexp(1) - total_C)

@@ -1,12 +1,13 @@
 """What beam search needs of a model, and nothing more.
 
-Legend: R requests, T prompt tokens of all requests, W beams of the widest request, B beams of all requests, K codes of the level in question.
+Legend: R requests, T prompt tokens of all requests, W beams of the widest request, B beams of all requests, K codes of the level in question,
+b some of these beams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,4 +44,32 @@ class NarrowingModel(StepModel, Protocol):
 
     def keep(self, state: Any, requests: Sequence[int]) -> None:
         """Go on with these requests of the batch only, in this (ascending) order; the memory of the others is freed."""
+        ...
+
+
+class Extension(NamedTuple):
+    """New beams, as ``StepModel.step`` takes them: whom they follow, by which code, and how many each request has."""
+
+    parents_RW: Tensor
+    codes_RW: Tensor
+    counts: Sequence[int] | None
+
+
+class LogitRows(NamedTuple):
+    """Logits of some beams of a level, the first of which is beam ``begin``: [b, K]."""
+
+    level: int
+    begin: int
+    logits_bK: Tensor
+
+
+class ScoringModel(StepModel, Protocol):
+    """A model that can be asked for given continuations of a prompt, all at once."""
+
+    def follow(self, state: Any, levels: Sequence[Extension]) -> Iterator[LogitRows]:
+        """Logits behind every prefix of a tree that begins with the prompts of ``state``, in one pass.
+
+        Entry l extends the beams of the one before it (the prompts themselves where l is 0) by codes of level l; what comes of it are the logits of level l + 1,
+        some beams of a level at a time, in order. No step may follow.
+        """
         ...

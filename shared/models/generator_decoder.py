@@ -4,25 +4,30 @@ Prompts that a user brought before can be given back (``cached``): only what fol
 every key and value, but the output of its last place alone. With a merger a prompt has fewer places than tokens; beams go on token by token all the same.
 Layers of linear attention keep a state of each prompt and a record of each token of a beam, by the same index (``linear_memory.py``).
 Legend: R requests, W beams of the widest request, B live beams of all requests, T packed prompt tokens, P their places, N new ones among them, D hidden size,
-H query heads, G key/value heads, d head size, K codes of a level, L softmax layers, C capacity of the beams' stores, t tokens and p places of one prompt.
+H query heads, G key/value heads, d head size, K codes of a level, L softmax layers, C capacity of the beams' stores, t tokens and p places of one prompt,
+b some of the live beams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from semantide.kernels.attention import beam_attention
 from semantide.kernels.prefix_attention import prefix_attention
-from semantide.shared.decoding.ancestry import Ancestry
+from semantide.shared.decoding.ancestry import Ancestry, Run
 from semantide.shared.decoding.kv_pool import KVLease
+from semantide.shared.decoding.protocol import Extension, LogitRows
 from semantide.shared.models.generator import Generator
-from semantide.shared.models.linear_memory import LinearMemory, LinearSize, Mark
+from semantide.shared.models.linear_memory import LinearBeams, LinearMemory, LinearSize, Mark
 from semantide.shared.models.seen_bias import SeenItems
+
+_LOGITS_AT_ONCE = 1 << 24  # of a tree: the logits of many given items would need more memory than all else
 
 
 @dataclass(frozen=True)
@@ -85,15 +90,17 @@ class DecodingState:
             for lease, size in zip(self._leases, bytes_R, strict=True):
                 lease.draw(size)
 
-    def append(self, parents_RW: Tensor, counts: Sequence[int] | None, steps_left: int) -> tuple[Tensor, int, int]:
+    def append(self, parents_RW: Tensor, counts: Sequence[int] | None, steps_left: int, whole: bool = False) -> tuple[Tensor, int, int]:
         """Let new beams follow the given parents and make room for their rows: which live beams they follow, and the rows [begin, end) of the stores.
+
+        ``whole``: the parents' own rows are not written yet, for several levels are computed together.
 
         With leases the stores have room for all that is reserved from the first step on: to grow them later would hold their rows twice meanwhile.
         """
         begin = self.ancestry.num_rows
         parents_B = self.ancestry.extend(parents_RW, counts)
         counts, each = self.ancestry.counts, self._place_bytes + self.linear.size.row
-        states_R = self.linear.extend(parents_B, self.ancestry)
+        states_R = self.linear.extend(parents_B, self.ancestry, whole)
         more_R = [max(0, now - before) for now, before in zip(states_R, self._own_states_R, strict=True)]
         self._own_states_R = [before + more for before, more in zip(self._own_states_R, more_R, strict=True)]
         self._draw([count * each + more * self.linear.size.own_state for count, more in zip(counts, more_R, strict=True)])
@@ -149,6 +156,16 @@ class DecodingState:
             if self.ancestry.steps:
                 self._make_room(self._reserved_rows(), len(rows_N))
         self.read_R = tuple(self.read_R[request] for request in chosen)
+
+
+class _Grown(NamedTuple):
+    """New beams of one level: where they stand among all that are computed together, the requests that attend together with their offsets, and what else is asked of them."""
+
+    begin: int
+    end: int
+    runs: list[tuple[Run, Tensor]]
+    beams: LinearBeams
+    seen_BK: Tensor | None
 
 
 class GeneratorDecoder:
@@ -290,32 +307,64 @@ class GeneratorDecoder:
         taken = state.ancestry.steps
         if level != taken + 1 or level >= len(self.level_sizes):
             raise ValueError(f"level {level} after {taken} steps: levels follow one another, from 1 to {len(self.level_sizes) - 1}")
-        generator, ancestry = self.generator, state.ancestry
-        parents_B, begin, end = state.append(parents_RW, counts, len(self.level_sizes) - 1 - level)
-        codes_B = ancestry.pack(codes_RW, ancestry.counts)
-        bounds, runs = state.bounds, [run for run in ancestry.runs() if run.width]
-        offsets = [torch.tensor(bounds[run.first : run.last + 1], device=codes_B.device) - bounds[run.first] for run in runs]
-        positions = [place for (first, last), count in zip(pairwise(bounds), ancestry.counts, strict=True) for place in [last - first + level - 1] * count]
-        cos_B1d, sin_B1d = generator.rotation(torch.tensor(positions, device=codes_B.device))
-        x_BD = generator.embed(codes_B + generator.vocabulary.first(level - 1))
+        hidden_BD, (grown,) = self._grow(state, [Extension(parents_RW, codes_RW, counts)])
+        logits_BK = self.generator.logits(hidden_BD, level, grown.seen_BK)
+        return logits_BK if counts is not None else logits_BK.unflatten(0, tuple(parents_RW.shape))
+
+    @torch.inference_mode()
+    def follow(self, state: DecodingState, levels: Sequence[Extension]) -> Iterator[LogitRows]:
+        """See ``ScoringModel``: the same numbers as steps one after another, at one reading of the weights and of the prompts.
+
+        Raises: ValueError where beams are under way already, or there are more levels than codes to come.
+        """
+        if state.ancestry.steps or len(levels) >= len(self.level_sizes):
+            raise ValueError(
+                f"{len(levels)} levels after {state.ancestry.steps} steps: a tree of at most {len(self.level_sizes) - 1} levels follows prompts that were just read"
+            )
+        hidden_BD, grown = self._grow(state, levels)
+        for level, each in enumerate(grown, 1):
+            rows = max(1, _LOGITS_AT_ONCE // self.level_sizes[level])
+            for begin in range(each.begin, each.end, rows):
+                end = min(begin + rows, each.end)
+                seen_bK = None if each.seen_BK is None else each.seen_BK[begin - each.begin : end - each.begin]
+                yield LogitRows(level, begin - each.begin, self.generator.logits(hidden_BD[begin:end], level, seen_bK))
+
+    def _grow(self, state: DecodingState, levels: Sequence[Extension]) -> tuple[Tensor, list[_Grown]]:
+        """Hidden states of the new beams of one level, or of several of which each follows the one before, [B, D]."""
+        generator, ancestry, bounds = self.generator, state.ancestry, state.bounds
+        level, first_row, grown, codes, positions = ancestry.steps, ancestry.num_rows, list[_Grown](), list[Tensor](), list[int]()
+        for each in levels:
+            level += 1
+            parents_B, begin, end = state.append(each.parents_RW, each.counts, len(self.level_sizes) - 1 - level, len(levels) > 1)
+            codes.append(ancestry.pack(each.codes_RW, ancestry.counts) + generator.vocabulary.first(level - 1))
+            lengths = [last - first for first, last in pairwise(bounds)]
+            positions += [place for length, count in zip(lengths, ancestry.counts, strict=True) for place in [length + level - 1] * count]
+            seen_BK = None
+            if state.seen is not None:
+                state.seen.extend(level - 1, parents_B, codes[-1] - generator.vocabulary.first(level - 1))
+                seen_BK = state.seen.counts(level)
+            runs = [(run, torch.tensor(bounds[run.first : run.last + 1], device=parents_B.device) - bounds[run.first]) for run in ancestry.runs() if run.width]
+            grown.append(_Grown(begin - first_row, end - first_row, runs, state.linear.beams(ancestry), seen_BK))
+        rows = slice(first_row, ancestry.num_rows)
+        tokens_B = torch.cat(codes)
+        cos_B1d, sin_B1d = generator.rotation(torch.tensor(positions, device=tokens_B.device))
+        x_BD = generator.embed(tokens_B)
+        beams = LinearBeams.joined([each.beams for each in grown]) if state.linear else None
         for layer, index in zip(generator.layers, self._index_of, strict=True):
-            if layer.linear:
-                x_BD = layer.finish(x_BD, state.linear.step(index, layer, x_BD, ancestry))
+            if beams is not None and layer.linear:
+                x_BD = layer.finish(x_BD, state.linear.step(index, layer, x_BD, beams))
                 continue
             (prompt_k, prompt_v), (own_k, own_v) = state.prompt_L2PGd[index], state.own_L2CGd[index]
-            q_BHd, own_k[begin:end], own_v[begin:end] = layer.project(x_BD, cos_B1d, sin_B1d)
+            q_BHd, own_k[rows], own_v[rows] = layer.project(x_BD, cos_B1d, sin_B1d)
             outputs = [q_BHd[:0]]
-            for run, offsets_R1 in zip(runs, offsets, strict=True):
-                tokens = slice(bounds[run.first], bounds[run.last])
-                q_RWHd = q_BHd[run.begin : run.end].unflatten(0, (-1, run.width))
-                outputs.append(beam_attention(q_RWHd, prompt_k[tokens], prompt_v[tokens], offsets_R1, own_k, own_v, run.rows_RWS).flatten(0, 1))
-            x_BD = layer.finish(x_BD, torch.cat(outputs) if len(runs) != 1 else outputs[1])
-        counts_BK = None
-        if state.seen is not None:
-            state.seen.extend(level - 1, parents_B, codes_B)
-            counts_BK = state.seen.counts(level)
-        logits_BK = generator.logits(generator.model.norm(x_BD), level, counts_BK)
-        return logits_BK if counts is not None else logits_BK.unflatten(0, tuple(parents_RW.shape))
+            for new in grown:
+                for run, offsets_R1 in new.runs:
+                    tokens = slice(bounds[run.first], bounds[run.last])
+                    q_RWHd = q_BHd[new.begin + run.begin : new.begin + run.end].unflatten(0, (-1, run.width))
+                    outputs.append(beam_attention(q_RWHd, prompt_k[tokens], prompt_v[tokens], offsets_R1, own_k, own_v, run.rows_RWS).flatten(0, 1))
+            x_BD = layer.finish(x_BD, torch.cat(outputs) if len(outputs) != 2 else outputs[1])
+        hidden_BD: Tensor = generator.model.norm(x_BD)
+        return hidden_BD, grown
 
     def keep(self, state: DecodingState, requests: Sequence[int]) -> None:
         """See ``NarrowingModel``."""

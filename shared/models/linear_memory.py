@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from semantide.kernels.beam_linear_attention import break_even_depth, materialise
@@ -120,6 +121,27 @@ class Reading:
         )
 
 
+class LinearBeams(NamedTuple):
+    """Of each live beam its request, the state it goes on from, which knows of the first ``since`` ancestors, and the rows of all of these and its own.
+
+    Shapes: ``requests_B``, ``bases_B``, ``rows_BS`` with -1 before the oldest where beams differ in depth.
+    """
+
+    requests_B: Tensor
+    bases_B: Tensor
+    rows_BS: Tensor
+    since: int
+
+    @classmethod
+    def joined(cls, levels: Sequence[LinearBeams]) -> LinearBeams:
+        """Beams of several levels, of which each follows the one before, to be computed together."""
+        if len(levels) == 1:
+            return levels[0]
+        deepest = levels[-1].rows_BS.shape[1]
+        rows = [F.pad(each.rows_BS, (deepest - each.rows_BS.shape[1], 0), value=-1) for each in levels]
+        return cls(torch.cat([each.requests_B for each in levels]), torch.cat([each.bases_B for each in levels]), torch.cat(rows), 0)
+
+
 class LinearMemory:
     """All linear layers' part of a decoding state.
 
@@ -200,11 +222,14 @@ class LinearMemory:
         ends = ((self.middle_R[request], [layer.middle for layer in self._layers]), (places, [layer.end for layer in self._layers]))
         return tuple(Mark(place, tuple(LinearState(*(x[request : request + 1].clone() for x in state)) for state in states)) for place, states in ends if place)
 
-    def extend(self, parents_B: Tensor, ancestry: Ancestry) -> list[int]:
-        """Let new beams go on from what their parents do, or from states of their parents' own where too much lies behind; how many each request got."""
+    def extend(self, parents_B: Tensor, ancestry: Ancestry, whole: bool = False) -> list[int]:
+        """Let new beams go on from what their parents do, or from states of their parents' own where too much lies behind; how many each request got.
+
+        ``whole``: the parents are computed together with the new beams, so nothing is known of them yet.
+        """
         behind = ancestry.steps - 1 - self.since
         self.bases_B = self.bases_B[parents_B]
-        if not self._layers or behind < self.size.flush_depth:
+        if whole or not self._layers or behind < self.size.flush_depth:
             return [0] * len(ancestry.counts)
         # Beams of one parent go on from one state.
         parents_M, children_B = torch.unique(parents_B, return_inverse=True)
@@ -215,11 +240,16 @@ class LinearMemory:
         self.bases_B, self.since = children_B, ancestry.steps - 1
         return [len(torch.unique(each)) for each in children_B.split(list(ancestry.counts))]
 
-    def step(self, index: int, layer: Layer, x_BD: Tensor, ancestry: Ancestry) -> Tensor:
+    def beams(self, ancestry: Ancestry) -> LinearBeams:
+        """Where the live beams find what they go on from."""
+        counts_R = torch.tensor(ancestry.counts, device=self.bases_B.device)
+        requests_B = torch.arange(len(counts_R), device=self.bases_B.device).repeat_interleave(counts_R)
+        return LinearBeams(requests_B, self.bases_B, ancestry.rows_BS, self.since)
+
+    def step(self, index: int, layer: Layer, x_BD: Tensor, beams: LinearBeams) -> Tensor:
         """What the beams' new tokens read, [B, H, e]; their records are kept in the rows that the index names last."""
-        kept, counts_R = self._layers[index], torch.tensor(ancestry.counts, device=x_BD.device)
-        requests_B = torch.arange(len(counts_R), device=x_BD.device).repeat_interleave(counts_R)
-        behind = kept.end.inputs_BQC, requests_B, kept.states_MHde, self.bases_B, ancestry.rows_BS, self.since
+        kept = self._layers[index]
+        behind = kept.end.inputs_BQC, beams.requests_B, kept.states_MHde, beams.bases_B, beams.rows_BS, beams.since
         return kept.records.read(layer.linear_attn, layer.input_layernorm(x_BD), *behind)
 
     def make_room(self, rows: int, used: int) -> None:

@@ -8,6 +8,7 @@ L levels, K codes of a level.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,17 +124,30 @@ def target_counts(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, bl
     return shared_counts(codes_NL, offsets_items_R1, targets, *seen, level, vocabulary.level_sizes[level])
 
 
+def target_logits(
+    generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, blocks: TargetBlocks, counts: Sequence[Tensor | None] | None = None
+) -> Iterator[Tensor]:
+    """Logits over each level's full code row, level after level, from which the items of the blocks are predicted.
+
+    ``counts`` are those of ``target_counts``, where somebody has them already.
+    Shapes: L of [items of all blocks, K].
+    """
+    hidden_SD = target_hidden(generator, tokens_T, offsets_R1, blocks)
+    hidden_SLD = hidden_SD.unflatten(0, (-1, generator.vocabulary.levels))
+    for level in range(generator.vocabulary.levels):
+        seen_SK = target_counts(generator, tokens_T, offsets_R1, blocks, level) if counts is None else counts[level]
+        yield generator.logits(hidden_SLD[:, level], level, seen_SK)
+
+
 def target_log_probs(generator: Generator, tokens_T: Tensor, offsets_R1: Tensor, blocks: TargetBlocks) -> Tensor:
     """Logarithm of the probability of each token of each block among all codes of its level, in float32.
 
+    With gradients, for training; whoever wants none has ``given_items.py``, which reads what prompts and items share once.
     Shapes: [S].
     """
-    hidden_SD = target_hidden(generator, tokens_T, offsets_R1, blocks)
-    levels = generator.vocabulary.levels
-    hidden, tokens = hidden_SD.unflatten(0, (-1, levels)), blocks.tokens_S.view(-1, levels)
+    tokens_SL = blocks.tokens_S.view(-1, generator.vocabulary.levels)
     each = []
-    for level in range(levels):
-        counts = target_counts(generator, tokens_T, offsets_R1, blocks, level)
-        logits = generator.logits(hidden[:, level], level, counts).float()
-        each.append(logits.log_softmax(-1).gather(1, tokens[:, level, None] - generator.vocabulary.first(level)).squeeze(1))
+    for level, logits_SK in enumerate(target_logits(generator, tokens_T, offsets_R1, blocks)):
+        codes_S1 = tokens_SL[:, level, None] - generator.vocabulary.first(level)
+        each.append(logits_SK.float().log_softmax(-1).gather(1, codes_S1).squeeze(1))
     return torch.stack(each, 1).flatten()

@@ -8,7 +8,7 @@ The last tables are of whole models: 3 of 4 layers linear, all else equal.
 
 With one thread processor time is measured, so that the machine may do other things beside; with more the time that passes.
 
-    python tests/benchmarks/linear_decode.py [--quick] [--json] [--threads 1]
+    python tests/benchmarks/linear_decode.py [--quick] [--json] [--threads 1] [--parts operator bytes beams returning decode request]
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from linear_states import own_states_step, replayed_step  # type: ignore[import-not-found]
-from stopwatch import alternate, arguments, finish  # type: ignore[import-not-found]
+from linear_states import OwnStates, OwnStatesDecoder, own_states_step, replayed_step  # type: ignore[import-not-found]
+from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
 
 from semantide.kernels.beam_linear_attention import BeamRecords, beam_linear_attention, materialise
-from semantide.shared.decoding.ancestry import Ancestry
 from semantide.shared.decoding.beam_search import beam_search
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.models import linear_records
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder, PromptKV
-from semantide.shared.models.generator_layers import Layer
 from semantide.shared.models.linear_layer import LinearConfig
-from semantide.shared.models.linear_memory import LinearMemory
+from semantide.shared.models.quantised import BFloat16Linear, Weights, shorten
 from semantide.shared.trie import Trie
 
 HEADS = 2
@@ -99,35 +97,6 @@ def operator(requests: int, width: int, size: int, depth: int, runs: int, wrong:
     return alternate(functions, runs, clock=clock())  # type: ignore[no-any-return]
 
 
-class OwnStates(LinearMemory):
-    """A state and last inputs of each beam's own, gathered when beams are reordered."""
-
-    def __init__(self, memory: LinearMemory) -> None:
-        self.__dict__.update(memory.__dict__)
-        self.inputs = [layer.end.inputs_BQC for layer in self._layers]
-        self.states = [layer.end.state_BHde for layer in self._layers]
-
-    def extend(self, parents_B: Tensor, ancestry: Ancestry) -> list[int]:
-        """Gather."""
-        self.inputs = [x[parents_B] for x in self.inputs]
-        self.states = [x.index_select(0, parents_B) for x in self.states]
-        return [0] * len(ancestry.counts)
-
-    def make_room(self, rows: int, used: int) -> None:
-        """It keeps no records."""
-
-    def step(self, index: int, layer: Layer, x_BD: Tensor, ancestry: Ancestry) -> Tensor:
-        """Turn every beam's state."""
-        mixer = layer.linear_attn
-        x_BD = layer.input_layernorm(x_BD)
-        seen = torch.cat([self.inputs[index], mixer.in_proj_qkv(x_BD)[:, None]], 1)
-        self.inputs[index] = seen[:, 1:]
-        given = mixer.operands(x_BD, F.silu(torch.einsum("bqc,cq->bc", seen, mixer.taps_CK)))
-        tokens = tuple(x.contiguous() for x in given[:5] if x is not None)
-        states = self.states[index]
-        return given.result(own_states_step(tokens, states, torch.arange(len(x_BD)), states))
-
-
 def replay(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, bases: Tensor, records: BeamRecords, rows: Tensor) -> Tensor:
     """In the place of our operator, which has the same arguments."""
     own = slice(int(rows[0, -1]), int(rows[-1, -1]) + 1)
@@ -179,38 +148,45 @@ def play(decoder: GeneratorDecoder, state: DecodingState, width: int, steps: int
 
 def products_of(generator: Generator, rows: int) -> Callable[[], object]:
     """The products with the layers' weights that a step of so many beams takes."""
-    layers = [module for module in generator.model.layers.modules() if isinstance(module, torch.nn.Linear)]
-    inputs = {size: torch.randn(rows, size) for size in {layer.in_features for layer in layers}}
-    return lambda: [layer(inputs[layer.in_features]) for layer in layers]
+    layers = [module for module in generator.model.layers.modules() if isinstance(module, torch.nn.Linear | BFloat16Linear)]
+    sizes = [layer.in_features if isinstance(layer, torch.nn.Linear) else layer.weight_NK.shape[1] for layer in layers]
+    inputs = {size: torch.randn(rows, size) for size in set(sizes)}
+    return lambda: [layer(inputs[size]) for layer, size in zip(layers, sizes, strict=True)]
+
+
+WEIGHTS: dict[Weights, float] = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Forms of the layers' weights, and how far answers may lie apart: rounded products turn the last bits of what is summed in another order into whole steps."""
 
 
 def whole_model(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
     """Decode steps of a hybrid, prompts read before the clock starts; and how much of them are products with weights, which all forms share."""
-    decoder = GeneratorDecoder(hybrid(512, 8, 128, (256,) * 7))
-    ratios: dict[str, list[float]] = {"materialised": [], "replayed": []}
-    for tokens in [1000] if options.quick else [1000, 5000]:
-        _, begun = decoder.begin(*prompt_of(decoder.generator, tokens // 7, 0))
-        for width in [256] if options.quick else [128, 256, 512]:
-            for calls in [3] if options.quick else [2, 4, 6]:
-                seconds: dict[str, list[float]] = {"ours": [], "materialised": [], "replayed": []}
-                answers = {}
-                for _ in range(3):
-                    for form, taken in seconds.items():
-                        state = copy.deepcopy(begun)
-                        start = clock()()
-                        answers[form] = play(decoder, state, width, calls, form)
-                        taken.append(clock()() - start)
-                median = {form: statistics.median(taken) for form, taken in seconds.items()}
-                name = f"decode_prompt{tokens}_width{width}_calls{calls}"
-                for form in ratios:
-                    if not torch.allclose(answers[form], answers["ours"], rtol=1e-3, atol=1e-3):
-                        wrong.append(f"{name}: {form} is {float((answers[form] - answers['ours']).abs().max()):.1e} away")
-                    ratios[form].append(median[form] / median["ours"])
-                    measures[f"{name}_{form}"] = measure(ratios[form][-1], "ratio", "higher", form)
-                products = alternate({"products": products_of(decoder.generator, width)}, 3, clock=clock())["products"]
-                measures[f"{name}_products_share"] = measure(products * calls / median["ours"], "share", "higher", "all of ours")
-    for form, bounds in (("materialised", {"at_least": 1.54, "aim": 2.5}), ("replayed", {})):
-        measures[f"decode_{form}_median"] = measure(statistics.median(ratios[form]), "ratio", "higher", form, **bounds)
+    for weights, apart in WEIGHTS.items():
+        decoder = GeneratorDecoder(shorten(hybrid(512, 8, 128, (256,) * 7), weights, time.perf_counter))
+        ratios: dict[str, list[float]] = {"materialised": [], "replayed": []}
+        for tokens in [1000] if options.quick else [1000, 5000]:
+            _, begun = decoder.begin(*prompt_of(decoder.generator, tokens // 7, 0))
+            for width in [256] if options.quick else [128, 256, 512]:
+                for calls in [3] if options.quick else [2, 4, 6]:
+                    seconds: dict[str, list[float]] = {"ours": [], "materialised": [], "replayed": []}
+                    answers = {}
+                    for _ in range(3):
+                        for form, taken in seconds.items():
+                            state = copy.deepcopy(begun)
+                            start = clock()()
+                            answers[form] = play(decoder, state, width, calls, form)
+                            taken.append(clock()() - start)
+                    median = {form: statistics.median(taken) for form, taken in seconds.items()}
+                    name = f"decode_{weights}_prompt{tokens}_width{width}_calls{calls}"
+                    for form in ratios:
+                        difference = float((answers[form] - answers["ours"]).abs().max())
+                        if not difference <= apart * float(answers["ours"].abs().max()):
+                            wrong.append(f"{name}: {form} is {difference:.1e} away")
+                        ratios[form].append(median[form] / median["ours"])
+                        measures[f"{name}_{form}"] = measure(ratios[form][-1], "ratio", "higher", f"{form}; ours {1e3 * median['ours']:.0f} ms")
+                    products = alternate({"products": products_of(decoder.generator, width)}, 3, clock=clock())["products"]
+                    measures[f"{name}_products_share"] = measure(products * calls / median["ours"], "share", "higher", "all of ours")
+        for form, bounds in (("materialised", {"at_least": 1.54, "aim": 2.5}), ("replayed", {})):
+            measures[f"decode_{weights}_{form}_median"] = measure(statistics.median(ratios[form]), "ratio", "higher", form, **bounds)
 
 
 def beams(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
@@ -219,13 +195,7 @@ def beams(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -
     generator = hybrid(64, 4, 64, (24, 24, 24, 24))
     decoders = {dtype: GeneratorDecoder(generator, dtype) for dtype in (torch.float32, *overlap)}
 
-    class Reference(GeneratorDecoder):
-        def begin(self, *given: Any, **others: Any) -> tuple[Tensor, DecodingState]:
-            logits, state = super().begin(*given, **others)
-            state.linear = OwnStates(state.linear)
-            return logits, state
-
-    reference = Reference(generator)
+    reference = OwnStatesDecoder(generator)
     for case in range(cases):
         random = np.random.default_rng(case)
         trie = Trie.build(np.unique(random.integers(0, 24, (600, 4)), axis=0))
@@ -244,7 +214,7 @@ def beams(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -
         measures[f"beams_overlap_{str(dtype).split('.')[1]}"] = measure(share, "share", "higher", "materialised, float32", at_least=0.99)
 
 
-def bytes_of(measures: dict[str, dict[str, Any]]) -> None:
+def bytes_of(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
     """What beams hold and write, counted from tensors: the shared state is there in any form, and one token less is recorded than is generated."""
     width, size = 512, 128
     states = torch.empty(1, 1, size, size, device="meta")
@@ -271,7 +241,7 @@ def bytes_of(measures: dict[str, dict[str, Any]]) -> None:
             measures[name] = measure(widest / materialised, "ratio", "higher", f"materialised ({materialised} beams)", at_least=20, aim=50)
 
 
-def returning(options: Any, measures: dict[str, dict[str, Any]]) -> None:
+def returning(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
     """A user who comes back with one more item, behind prompts of several lengths; all layers linear, so that what is kept is of one size."""
     generator = hybrid(256, 3, 64, (64,) * 4)
     decoder = GeneratorDecoder(generator)
@@ -325,12 +295,8 @@ def hugging_face(options: Any, measures: dict[str, dict[str, Any]], wrong: list[
     measures["request_width128_prompt150"] = measure(median["theirs"] / median["ours"], "ratio", "higher", f"transformers: {told}", at_least=40, aim=100)
 
 
-@torch.inference_mode()
-def main() -> int:
-    """Measure and print."""
-    options = arguments(__doc__ or "")
-    measures: dict[str, dict[str, Any]] = {}
-    wrong: list[str] = []
+def operators(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
+    """One step of the operator alone, over the shapes."""
     ratios: dict[str, list[float]] = {"materialised": [], "materialised_fused": [], "replayed": []}
     for requests in (1, 4) if options.quick else (1, 4, 16):
         for width in (256,) if options.quick else (128, 256, 512):
@@ -345,11 +311,31 @@ def main() -> int:
     bounds: dict[str, dict[str, float]] = {"materialised": {"at_least": 20, "aim": 45}, "replayed": {"at_least": 17.5, "aim": 30}}
     for form, entries in ratios.items():
         measures[f"operator_{form}_median"] = measure(statistics.median(entries), "ratio", "higher", form, **bounds.get(form, {}))
-    bytes_of(measures)
-    beams(options, measures, wrong)
-    returning(options, measures)
-    whole_model(options, measures, wrong)
-    hugging_face(options, measures, wrong)
+
+
+PARTS: dict[str, Callable[[Any, dict[str, dict[str, Any]], list[str]], None]] = {
+    "operator": operators,
+    "bytes": bytes_of,
+    "beams": beams,
+    "returning": returning,
+    "decode": whole_model,
+    "request": hugging_face,
+}
+
+
+@torch.inference_mode()
+def main() -> int:
+    """Measure and print."""
+    parser = arguments_parser(__doc__ or "")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    measures: dict[str, dict[str, Any]] = {}
+    wrong: list[str] = []
+    for part in options.parts:
+        start = time.perf_counter()
+        PARTS[part](options, measures, wrong)
+        print(f"{part}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return finish("linear_decode", options, measures, wrong)  # type: ignore[no-any-return]
 
 

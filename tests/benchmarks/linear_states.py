@@ -1,4 +1,7 @@
-"""The baselines of linear_decode.py: a state of each beam's own, and states rebuilt from records; in C++ as ours is, built where it runs."""
+"""The baselines of linear attention: a state of each beam's own, and states rebuilt from records; in C++ as ours is, built where it runs.
+
+``OwnStatesDecoder`` is a whole decoder whose beams have states of their own, gathered when they are reordered.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from struct import Struct
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from semantide.kernels.beam_linear_attention import BeamRecords
+from semantide.shared.decoding.ancestry import Ancestry
+from semantide.shared.decoding.kv_pool import KVLease
+from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder, PromptKV
+from semantide.shared.models.generator_layers import Layer
+from semantide.shared.models.linear_memory import LinearBeams, LinearMemory
 
 _STEP = Struct("4q 5P P P P 3P P 3P P")
 
@@ -57,3 +67,60 @@ def replayed_step(tokens: tuple[Tensor, ...], states_MHdd: Tensor, bases_B: Tens
     after = [bases_B.data_ptr(), *(x.data_ptr() for x in kept[:3]), rows_BS.data_ptr(), *(x.data_ptr() for x in kept[3:]), out.data_ptr()]
     _library().linear_states_step(_STEP.pack(beams, heads, size, rows_BS.shape[1], *addresses, 0, *after), torch.get_num_threads())
     return out
+
+
+class OwnStates(LinearMemory):
+    """A state and last inputs of each beam's own, gathered when beams are reordered."""
+
+    def __init__(self, memory: LinearMemory) -> None:
+        self.__dict__.update(memory.__dict__)
+        self.inputs = [layer.end.inputs_BQC for layer in self._layers]
+        self.states = [layer.end.state_BHde for layer in self._layers]
+
+    def extend(self, parents_B: Tensor, ancestry: Ancestry, whole: bool = False) -> list[int]:
+        """Gather."""
+        self.inputs = [x[parents_B] for x in self.inputs]
+        self.states = [x.index_select(0, parents_B) for x in self.states]
+        return [0] * len(ancestry.counts)
+
+    def make_room(self, rows: int, used: int) -> None:
+        """It keeps no records."""
+
+    def step(self, index: int, layer: Layer, x_BD: Tensor, beams: LinearBeams) -> Tensor:
+        """Turn every beam's state."""
+        mixer = layer.linear_attn
+        x_BD = layer.input_layernorm(x_BD)
+        seen = torch.cat([self.inputs[index], mixer.in_proj_qkv(x_BD)[:, None]], 1)
+        self.inputs[index] = seen[:, 1:]
+        given = mixer.operands(x_BD, F.silu(torch.einsum("bqc,cq->bc", seen, mixer.taps_CK)))
+        tokens = tuple(x.float().contiguous() for x in given[:5] if x is not None)
+        states = self.states[index]
+        return given.result(own_states_step(tokens, states, torch.arange(len(x_BD)), states).to(x_BD.dtype))
+
+    def keep(self, requests: Sequence[int], beams_B: Tensor, rows_N: Tensor) -> None:
+        """Go on with these beams only."""
+        self.inputs, self.states = [x[beams_B] for x in self.inputs], [x[beams_B] for x in self.states]
+
+
+class OwnStatesDecoder(GeneratorDecoder):
+    """Beams of softmax layers share their prompt as ours do; those of linear ones have states of their own."""
+
+    def kv_bytes(self, prompt_tokens: int, width: int, *given: object) -> int:
+        """With twice the states of one layer, which is gathered."""
+        size, rows = self.linear_size, super().kv_bytes(prompt_tokens, width, *given)
+        layers = [layer for layer in self.generator.layers if layer.linear]
+        return rows + width * size.own_state * (len(layers) + 1) // max(1, len(layers))
+
+    @torch.inference_mode()
+    def begin(
+        self,
+        tokens_T: Tensor,
+        offsets_R1: Tensor,
+        cached: Sequence[PromptKV | None] | None = None,
+        leases: Sequence[KVLease] | None = None,
+        **others: object,
+    ) -> tuple[Tensor, DecodingState]:
+        """Read the prompts as ours does; what is reserved is not drawn."""
+        logits, state = super().begin(tokens_T, offsets_R1, cached, **others)
+        state.linear = OwnStates(state.linear)
+        return logits, state

@@ -6,7 +6,7 @@ convolution, gates, norm), with the same weights, beside ours. Prompts are read 
 
 With --quick every eighth history.
 
-    python tests/benchmarks/linear_train.py [--quick] [--json] [--threads 1] [--data ../shared/data]
+    python tests/benchmarks/linear_train.py [--quick] [--json] [--threads 1] [--parts beauty kuairand_over_20 prompts] [--data ../shared/data]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from jagged_attention import beauty_lengths, differences, entry, kuairand_lengths, step  # type: ignore[import-not-found]
-from stopwatch import alternate, arguments, finish  # type: ignore[import-not-found]
+from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
 
 from semantide.kernels.attention import jagged_attention
 from semantide.kernels.linear_attention import Rule, linear_attention, linear_attention_by_chunks
@@ -36,6 +36,7 @@ from semantide.shared.models.linear_layer import FORMS, LinearAttention, LinearC
 HEADS, HIDDEN = 4, 256
 RULE = Rule(delta=True, per_channel=False)
 BATCHES = (1, 4, 16, 64)
+PARTS = ("beauty", "kuairand_over_20", "prompts")
 
 
 def inputs(lengths: list[int], size: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -177,10 +178,17 @@ def run(
 def main() -> int:
     """Measure and print."""
     warnings.filterwarnings("ignore")
-    options = arguments(__doc__ or "", data=True)
+    parser = arguments_parser(__doc__ or "", data=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     measures: dict[str, dict[str, Any]] = {}
     wrong: list[str] = []
-    for name, read in (("beauty", lambda folder: [3 * n // 4 for n in beauty_lengths(folder)]), ("kuairand_over_20", kuairand_lengths)):
+    for name, read in (
+        each
+        for each in (("beauty", lambda folder: [3 * n // 4 for n in beauty_lengths(folder)]), ("kuairand_over_20", kuairand_lengths))
+        if each[0] in options.parts
+    ):
         try:
             lengths = read(options.data)
         except OSError as error:
@@ -190,7 +198,8 @@ def main() -> int:
         operator_rows(name, lengths, options, measures, wrong)
         if name == "beauty":
             layer_rows(name, lengths, options, measures, wrong)
-    prompt_rows(options, measures, wrong)
+    if "prompts" in options.parts:
+        prompt_rows(options, measures, wrong)
     return finish("linear_train", options, measures, wrong)
 
 

@@ -29,15 +29,36 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import Interaction
 from semantide.shared.history import Histories
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.tokenizer import TokenizerConfig
 
 LEVEL_SIZES = (256, 256, 256)
 MAX_ITEMS = 666  # of a history: prompts of up to 1,999 tokens
-SHAPES: dict[str, dict[str, int]] = {
+_HYBRID = {"layer_types": ("linear_attention",) * 3 + ("full_attention",), "num_kv_heads": 2}
+SHAPES: dict[str, dict[str, Any]] = {
     "64x2": {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 128},
     "128x2": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256},
     "256x4": {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 768},
     "512x8": {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 1536},
+    # Three layers of the gated delta rule to one of softmax, whose states are of 64 x 64 and of 128 x 128 numbers.
+    "hybrid-128x4": {
+        **_HYBRID,
+        "num_layers": 4,
+        "hidden_size": 128,
+        "num_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 384,
+        "linear": LinearConfig(2, 2, 64, 64),
+    },
+    "hybrid-256x4": {
+        **_HYBRID,
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 768,
+        "linear": LinearConfig(2, 2, 128, 128),
+    },
 }
 # Lengths of long histories where MovieLens is not at hand: the deciles of its users, the last one cut.
 _LONG_QUANTILES = (18, 27, 37, 51, 70, 96, 126, 173, 253, 400, 666)
@@ -115,10 +136,10 @@ def _catalog(folder: Path, data: Path | None, iterations: int) -> tuple[tuple[st
     return catalog.item_ids, tuple(tuple(map(str, piece)) for piece in pieces)
 
 
-def _model(folder: Path, seed: int, catalog: str, digest: str, shape: dict[str, int]) -> Generator:
+def _model(folder: Path, seed: int, catalog: str, digest: str, shape: dict[str, Any]) -> Generator:
     """A generator with random weights that tell items apart, and the header that training writes."""
     torch.manual_seed(seed)
-    generator = Generator(GeneratorConfig(LEVEL_SIZES, initializer_range=0.08, **shape))  # type: ignore[arg-type]
+    generator = Generator(GeneratorConfig(LEVEL_SIZES, initializer_range=0.08, **shape))
     generator.save_pretrained(folder)
     header: dict[str, Any] = {"catalog": catalog, "tokenizer_digest": digest, "level_sizes": list(LEVEL_SIZES), "recipe": "random", "metrics": {}}
     (folder / "semantide.json").write_text(json.dumps({**header, "max_items": MAX_ITEMS}))

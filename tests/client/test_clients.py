@@ -42,11 +42,36 @@ def test_it_loads_no_part_of_a_stack() -> None:
         "semantide.shared.contracts",
         "semantide.shared.errors",
         "semantide.shared.recommendation",
+        "semantide.shared.scores",
     }
 
 
 def test_what_the_client_reads_of_what_is_live_is_what_serving_says() -> None:
     assert set(Live.model_fields) == set(LiveAnswer.model_fields) - {"following"}
+
+
+def test_scores_are_asked_for_once_more_where_the_answer_is_lost(both: Callable[..., Any]) -> None:
+    answer = {
+        "items": [{"item": "x", "score": -2.0, "codes": [3], "level_log_probabilities": [-2.0], "newer": 1}],
+        "model": f"models/sha256-{0:064x}",
+        "catalog": f"catalogs/sha256-{0:064x}",
+        "based_on": "history",
+        "history_items": 2,
+        "unknown_history_items": 0,
+        "timing": {"queue_ms": 0, "search_ms": 1, "total_ms": 1},
+    }
+
+    def lost_once(request: httpx.Request, number: int) -> httpx.Response:
+        if number == 0:
+            raise httpx.ReadError("lost")
+        return httpx.Response(200, json=answer)
+
+    client = both(lost_once)
+    found = client.score(["x"], "ann", conditional_scores=True)
+    assert [(each.item, each.score) for each in found.items] == [("x", -2.0)] and found.history_items == 2
+    assert json.loads(client.requests[-1].content) == {"items": ["x"], "user": "ann", "conditional_scores": True} and len(client.requests) == 2
+    with pytest.raises(ValueError, match="items"):
+        client.score([], "ann")
 
 
 @pytest.mark.parametrize(("status", "headers"), [(503, {"Retry-After": "0"}), (429, {}), (502, {})])

@@ -19,6 +19,7 @@ from semantide.services.commandline import (
     publishing,
     recommendations,
     rewards,
+    scores,
     simulation,
     users,
     variants,
@@ -44,7 +45,7 @@ def client(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     app = build_app(list(opened.values()), [operations_api.build(opened["ingestion"]), *(door.build(opened[name]) for name, door in rooms.items())])
     made = Client(Settings(url="http://testserver", api_keys="test-key"))
     made._http = TestClient(app, headers={"X-API-Key": "test-key"})
-    for module in (alignment, experiments, main, jobs, page_report, publishing, oversight, recommendations, rewards, simulation, users, variants):
+    for module in (alignment, experiments, main, jobs, page_report, publishing, oversight, recommendations, rewards, scores, simulation, users, variants):
         monkeypatch.setattr(module, "Client", lambda settings: made)
     yield made
     made._http.close()
@@ -245,6 +246,17 @@ def test_recommend_sends_what_serving_takes(client: Client) -> None:
     outcome = invoke("recommend", *arguments)
     # Past every check of the request, to the one thing that is missing here.
     assert isinstance(outcome.exception, StackError) and outcome.exception.status == 503 and "no model is live" in str(outcome.exception)
+
+
+def test_score_sends_what_serving_takes_and_shows_what_comes(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no model is live" in str(invoke("score", "x", "y", "--item", "a", "--conditional-scores", "--split-by", "s", "--variant", "live").exception)
+    assert "say for whom" in str(invoke("score", "x").exception)
+    assert invoke("score", "--user", "a").exit_code == 2  # no item
+    answer = {"items": [{"item": "x", "score": -3.25, "codes": [1, 2], "level_log_probabilities": [-1.0, -2.25]}], "variant": None}
+    monkeypatch.setattr(client, "post", lambda path, body: answer if (path, body) == ("/v1/scores", {"items": ["x"], "user": "a"}) else None)
+    shown = invoke("score", "x", "--user", "a").output
+    assert "-3.25" in shown and "1 2" in shown and "-1.00 -2.25" in shown
+    assert json.loads(invoke("score", "x", "--user", "a", "--json").output) == answer
 
 
 def test_what_is_missing_is_named(client: Client) -> None:

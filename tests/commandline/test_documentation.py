@@ -38,7 +38,7 @@ def test_make_runs_every_benchmark_that_has_a_quick_form() -> None:
     listed = set(re.split(r"[\s\\]+", re.search(r"^BENCHMARKS := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]))  # type: ignore[index]
     runnable = {path.stem for path in folder.glob("*.py") if re.search(r"if __name__ == .*\n    (sys\.exit|raise SystemExit|main)", path.read_text())}
     # Those that want root or other packages than the project's, and the processes that others start.
-    elsewhere = {"hierarchical_sparse", "retriever_rate", "rectools_hstu", "vllm_engine", "classic_app"}
+    elsewhere = {"hierarchical_sparse", "retriever_rate", "rectools_hstu", "vllm_engine", "classic_app", "materialised_app"}
     assert listed == runnable - elsewhere
 
 

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
-from semantide.services.serving.engine import Group, Prepared, Query, answer
+from semantide.services.serving.engine import Group, answer
+from semantide.services.serving.prepared import Prepared, Query
 from semantide.services.serving.registry import Pair
 from semantide.services.serving.ticket import SearchAgain
 from semantide.shared.decoding.kv_pool import KVPool

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from semantide.services.serving.replicas import Asked
-from semantide.services.serving.router import Router, _history_items
+from semantide.services.serving.router import SEARCHES, Router, _history_items
 from semantide.shared import http
 from semantide.shared.api_keys import ApiKey
 from semantide.shared.broker import free_port
@@ -120,6 +120,15 @@ def test_one_user_is_one_replicas_and_load_spreads() -> None:
         answers = {user: {client.post("/v1/recommendations", json={"user": user}).json() for _ in range(3)} for user in map(str, range(20))}
         assert all(len(found) == 1 for found in answers.values())
         assert set.union(*answers.values()) == {"a", "b"}
+
+
+def test_scores_go_where_a_user_s_prompt_is_and_past_replicas_that_fail() -> None:
+    with Plain(lambda *_: (200, "a")) as a, Plain(lambda *_: (200, "b")) as b, routing([a.address, b.address]) as (client, _):
+        answers = [{client.post(path, json={"user": str(user), "items": ["x"]}).json() for path in SEARCHES} for user in range(20)]
+        assert all(len(found) == 1 for found in answers) and set.union(*answers) == {"a", "b"}
+    with cutting() as (address, seen), Plain(lambda *_: (200, "whole")) as whole, routing([address, whole.address]) as (client, _):
+        assert {client.post("/v1/scores", json={"user": str(user), "items": ["x"]}).json() for user in range(24)} == {"whole"} and seen
+    assert Asked.of(b'{"user": "u", "items": ["x", "y", "z"]}').beams == 3
 
 
 @pytest.mark.parametrize("status", [503, 429])
