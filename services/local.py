@@ -56,7 +56,8 @@ def serve(names: list[str], settings: Settings, console: bool = False) -> None:
     """Run the APIs of some rooms on one port, and the console beside them."""
     from semantide.shared import operations_api, stack_meters
     from semantide.shared.api_keys import api_keys
-    from semantide.shared.http import Server, build_app
+    from semantide.shared.http import build_app
+    from semantide.shared.server import Server
 
     telemetry.start("api" if len(names) > 1 else f"{(names or ['console'])[0]}-api", settings)
     Queues.trace()
@@ -89,15 +90,16 @@ def route(settings: Settings) -> None:
     """Run the router in front of serving's replicas."""
     from semantide.services.serving.router import Router
     from semantide.shared.api_keys import api_keys
-    from semantide.shared.http import Gate, Server
+    from semantide.shared.gate import Gate
     from semantide.shared.rate_limits import RateLimits
+    from semantide.shared.server import Server
 
     telemetry.start("router", settings)
     names = [name.strip() for name in settings.route_to.split(",") if name.strip()]
     answer_seconds = settings.serving_deadline_seconds + _ROUTE_SECONDS
     router = Router(names, settings.route_patience_seconds, answer_seconds, settings.max_body_bytes, time.monotonic)
     limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
-    server = Server(Gate(router, api_keys(settings), settings.max_body_bytes, limits), settings.host, settings.port)
+    server = Server(Gate(router, api_keys(settings), settings.max_body_bytes, settings.body_seconds, limits), settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:

@@ -45,6 +45,8 @@ class Settings(BaseSettings):
     """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Largest request body, bytes."""
+    body_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """How long a request's body may take to come; an upload's may take longer, but not pause for so long. Beyond it the answer is 408, seconds."""
     max_batch_rows: int = Field(default=5000, ge=1)
     """Most interactions or items in one request, rows."""
     max_backlog_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)

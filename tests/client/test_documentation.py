@@ -12,7 +12,8 @@ import pytest
 from semantide.services.ingestion import api as ingestion
 from semantide.shared import operations_api
 from semantide.shared.broker import free_port
-from semantide.shared.http import APIRouter, Server, build_app
+from semantide.shared.http import APIRouter, build_app
+from semantide.shared.server import Server
 from semantide.shared.jobs import JobOutcome, Jobs
 from semantide.shared.recommendation import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
 
