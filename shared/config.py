@@ -69,6 +69,20 @@ class Settings(BaseSettings):
         }
     )
     """Known actions and their intensity: below 1 exposed, from 1 clicked, from 3 ordered, negative disliked. JSON."""
+    event_days: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long the event log keeps an event after it happened; the last of its time go a tenth of that later. 0: for ever, days."""
+    event_bytes: int = Field(default=0, ge=0)
+    """Most that the event log may take on the disk; beyond it the oldest events go. 0: any amount, bytes."""
+    artifact_days: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long an artifact is kept that nothing needs any more, days. What serves or may be promoted, the newest of each kind, what jobs of that time name and what all these were made of stays. 0: for ever."""
+    artifacts_kept: int = Field(default=5, ge=1)
+    """Newest artifacts of each kind that stay whatever their age, artifacts."""
+    job_days: float = Field(default=365.0, ge=0, allow_inf_nan=False)
+    """How long the record, log, report and checkpoints of a job that has ended are kept. 0: for ever, days."""
+    upload_days: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long a file sent with PUT /v1/uploads is kept. 0: until somebody removes it, days."""
+    retention_hours: float = Field(default=24.0, ge=0, allow_inf_nan=False)
+    """Time between two looks for artifacts, jobs and uploads that need not be kept. 0: only `semantide retention` looks, hours."""
     history_length: int = Field(default=200, ge=1)
     """Most recent interactions kept online per user, events."""
     history_ttl_seconds: int = Field(default=90 * 86400, ge=60)
