@@ -57,15 +57,11 @@ def needed(broker: Any, lineage: Lineage, records: Sequence[JobRecord], since: f
             with suppress(ValueError):
                 roots |= references_in(base64.b64decode(body).decode(errors="replace"))
     # Whoever is trained on a catalog is served with its newest: the way there leads by those in between.
-    for each in Lineages(broker).all():
+    ends = {ref for record in records if record.state not in ENDED for ref in references_in(record.spec.model_dump_json())}
+    for each in Lineages(broker).all() if ends else ():
         way = lineage.chain(each.catalog)
-        if ends := [place for place, ref in enumerate(way) if ref in roots]:
-            roots |= set(way[: ends[-1] + 1]) if any(_open(records, ref) for ref in way[1:]) else set()
+        roots |= set(way[: max((place + 1 for place, ref in enumerate(way) if ref in ends), default=0)])
     return lineage.closure(roots)
-
-
-def _open(records: Sequence[JobRecord], ref: str) -> bool:
-    return any(record.state not in ENDED and ref in record.spec.inputs.values() for record in records)
 
 
 def _kept(broker: Any) -> Iterator[str]:

@@ -98,7 +98,7 @@ def room(make_room: Any) -> Room:
 made = st.lists(st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 11), max_size=2), st.sampled_from([0.0, 5.0, 20.0, 40.0])), min_size=1, max_size=12)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(made, st.sets(st.integers(0, 11), max_size=2), st.sets(st.integers(0, 11), max_size=1), st.integers(0, 40))
 def test_what_is_needed_stays_and_the_rest_goes_wherever_a_look_is_killed(
     room: Room, world: list[Any], candidates: set[int], jobs: set[int], kill: int
@@ -111,6 +111,7 @@ def test_what_is_needed_stays_and_the_rest_goes_wherever_a_look_is_killed(
         ages: dict[str, float] = {}
         for number, (kind, inputs, age) in enumerate(world):
             made_of = {f"input-{place}": refs[place] for place in inputs if place < len(refs)}
+            age += (100 - number) / 1000  # of two equally old ones nobody could say which is the newest
             ref = put(store, kind, number, made_of, age)
             refs.append(ref)
             ages[ref] = age
@@ -134,18 +135,13 @@ def test_what_is_needed_stays_and_the_rest_goes_wherever_a_look_is_killed(
             waiting += parents[ref] - kept
         with_store = Room(room.name, room.settings, room.broker, store, room.queues)
         told = look(with_store, dry=True).removed.artifacts
-        assert whole(store) == set(refs) and {*told} == {*refs} - kept or {round(age, 3) for age in ages.values()} != set(ages.values())
+        assert whole(store) == set(refs) and set(told) == set(refs) - kept
         with killed_at(kill):
             look(with_store)
-        assert whole(store) <= set(refs)
+        assert kept <= whole(store) <= set(refs)
         look(with_store)
-        left = whole(store)
-        assert kept <= left
-        # Equal ages are in no order: of two of a kind that are as old the one or the other may be the newest.
-        assert not store.hidden() and all(ages[ref] >= 10 for ref in set(refs) - left)
-        again = look(with_store)
-        assert not again.removed.artifacts
-        assert not [path for path in Path(folder).rglob("*") if path.is_file() and ".incoming" not in str(path) and "/".join(path.relative_to(folder).parts[:2]) not in left]
+        assert whole(store) == kept and not store.hidden()
+        assert {"/".join(path.relative_to(folder).parts[:2]) for path in Path(folder).rglob("*") if path.is_file() and ".incoming" not in str(path)} == kept
 
 
 def test_everybody_who_names_an_artifact_keeps_it(room: Room) -> None:
@@ -175,6 +171,7 @@ def test_everybody_who_names_an_artifact_keeps_it(room: Room) -> None:
     room.queues.send(ItemsChanged(items=other))
     room.broker.set("semantide:errands:NegativesWanted:x", errand)
     newest = put(room.store, "models", 101, {}, 39)
+    put(room.store, "catalogs", 101, {}, 39)
     look(room)
     left = whole(room.store)
     assert {dataset, live, before, arm, candidate, rival, retriever, pinned, errand, base, link, carded, other, newest, *catalogs[:4]} - left == {retriever}
