@@ -31,6 +31,8 @@ class Settings(BaseSettings):
     """Base address of a stack that the command line talks to. Empty: the one started in ``data_dir``."""
     api_keys: str = ""
     """Accepted API keys, separated by commas, each as KEY (may do all), read:KEY, write:KEY, admin:KEY or NAME@ROLE:KEY. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
+    user_id_key: str = Field(default="", repr=False)
+    """Key under which users' ids become pseudonyms at the door, at least 16 characters, the same for all processes and for ever. Empty: ids are kept as they come."""
     rate_limit: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Requests that the holder of one key may make of one process, health and metrics aside; beyond it the answer is 429. 0: any number, requests a second."""
     rate_limit_burst: int = Field(default=100, ge=1)

@@ -38,7 +38,9 @@ def audit(
 
 
 def retention(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be removed, and remove nothing")] = False, wait: Wait = True, as_json: AsJson = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be removed, and remove nothing")] = False,
+    wait: Wait = True,
+    as_json: AsJson = False,
 ) -> None:
     """Remove what the settings keep no longer: artifacts that nobody needs, old jobs and uploads. The stack does it by itself every SEMANTIDE_RETENTION_HOURS."""
     record = run_kind(Client(Settings()), "retention", {}, wait=wait, as_json=as_json, dry_run=dry_run)
@@ -46,7 +48,8 @@ def retention(
         found = record.result
         begin = "would be removed" if dry_run else "removed"
         display.console.print(
-            f"{begin}: {found['num_artifacts']:,} artifacts of {found['artifact_bytes']:,} bytes, {found['num_jobs']:,} jobs, {found['num_uploads']:,} uploads", highlight=False
+            f"{begin}: {found['num_artifacts']:,} artifacts of {found['artifact_bytes']:,} bytes, {found['num_jobs']:,} jobs, {found['num_uploads']:,} uploads",
+            highlight=False,
         )
         for name in (*found["artifacts"], *found["jobs"], *found["uploads"]):
             display.console.print(f"  {name}", highlight=False, soft_wrap=True)

@@ -28,6 +28,7 @@ from semantide.services.ingestion.rows import check_interactions, check_items, i
 from semantide.services.ingestion.schema import Kind, Rejection, Rules
 from semantide.services.ingestion.sources import OutsideRoots, confined
 from semantide.services.ingestion.stream import DIMENSION, STREAM, encode
+from semantide.services.ingestion.user_ids import settled
 from semantide.services.ingestion.users import Users
 from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import remove_abandoned
@@ -84,6 +85,7 @@ class Intake:
 
     def __init__(self, room: Room) -> None:
         self.room, self._redis = room, room.broker
+        self.pseudonyms = settled(room.settings, room.broker)
         self._waits_for_disk = True
 
     def rules(self) -> Rules:
@@ -131,7 +133,8 @@ class Intake:
         self.admit()
         good, bad = check_interactions(raws, self.rules())
         if good:
-            self.put("interactions", interaction_table(good))
+            table = interaction_table(good)
+            self.put("interactions", table.set_column(0, table.schema.field("user"), self.pseudonyms.column(table["user"])) if self.pseudonyms else table)
         return len(good), bad
 
     def items(self, raws: Sequence[Any]) -> tuple[int, list[Rejection]]:
@@ -223,7 +226,7 @@ def build(room: Room) -> APIRouter:
     jobs = Jobs(room.broker, room.queues)
     histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
     uploads = settings.data_dir / "uploads"
-    users = Users(room, jobs, histories)
+    users, known_as = Users(room, jobs, histories), intake.pseudonyms.of_user
 
     @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), **_TAKEN)
     async def post_interactions(request: Request) -> Response:
@@ -265,12 +268,13 @@ def build(room: Room) -> APIRouter:
 
     @router.get("/users/{user:path}/history", summary="The user's recent interactions, oldest first")
     def history(user: str) -> dict[str, Any]:
-        return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
+        return {"user": user, "events": [event._asdict() for event in histories.get(known_as(user))]}
 
     @router.get("/users/{user:path}/export", tags=["users"], summary="All that is stored of a user: events, online history, and which data sets hold them")
     def export(user: str) -> UserExport:
-        online = [{"item": event.item, "time": event.time, "action": event.action} for event in histories.get(user)]
-        return UserExport(user=user, events=users.events(user), history=online, datasets=list(users.datasets(user)))
+        online = [{"item": event.item, "time": event.time, "action": event.action} for event in histories.get(known_as(user))]
+        events = [{**event, "user": user} for event in users.events(known_as(user))]
+        return UserExport(user=user, events=events, history=online, datasets=list(users.datasets(known_as(user))))
 
     @router.delete(
         "/users/{user:path}", status_code=202, tags=["users"], summary="Forget a user: at once for recommendations, everywhere once the job has ended"
@@ -279,7 +283,7 @@ def build(room: Room) -> APIRouter:
         user: Identifier,
         accept: Literal["never", "later"] = Query(default="never", description="`later`: events that happen from now on are taken again; `never`: none is"),
     ) -> Deletion:
-        digest, since, job = users.forget(user, accept_later=accept == "later")
+        digest, since, job = users.forget(known_as(user), accept_later=accept == "later")
         return Deletion(digest=digest, since=since, accept=accept, job=job.id)
 
     @router.get("/deletions", tags=["users"], summary="Who was forgotten, by digests, what was found of them, and what had learned from them")

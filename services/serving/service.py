@@ -17,8 +17,8 @@ from semantide.services.serving.bundle import Bundle, load_bundle, read_header
 from semantide.services.serving.engine import Answer, Prepared, warm_up
 from semantide.services.serving.meters import Meters
 from semantide.services.serving.narrowing import Narrowing
-from semantide.services.serving.pages import Pages
 from semantide.services.serving.needed import note_loaded
+from semantide.services.serving.pages import Pages
 from semantide.services.serving.pinned import Pin, PinnedRegistry
 from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import profile_of

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_between_a_jobs_catalog_and_its_newest_form_all_stay_while_it_trains(roo
         chain.append(put(room.store, "catalogs", number, {"catalog": chain[-1]}, 40 - number))
     lineages = Lineages(room.broker)
     lineages.begin("t", chain[0])
-    for old, new in zip(chain, chain[1:], strict=False):
+    for old, new in pairwise(chain):
         assert lineages.extend(old, new)
     jobs = Jobs(room.broker)
     record = jobs.submit(JobSpec(kind="train", inputs={"catalog": chain[2]}))

@@ -20,11 +20,11 @@ import torch
 
 from semantide.services.serving import api
 from semantide.services.serving.registry import Candidate, Pair, Registry
-from semantide.shared.http import build_app
-from semantide.shared.server import Server
 from semantide.shared.catalog import Catalog
+from semantide.shared.http import build_app
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.room import Room
+from semantide.shared.server import Server as HttpServer
 
 LEVEL_SIZES = (8, 8, 8)
 DIGEST = "tokenizer-a"
@@ -108,7 +108,7 @@ class Server:
             port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.headers = {"Authorization": "Bearer test-key"}
-        self._server = Server(app, "127.0.0.1", port, backlog=4096)
+        self._server = HttpServer(app, "127.0.0.1", port, backlog=4096)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> Server:

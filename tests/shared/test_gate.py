@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from semantide.shared import operations_api
 from semantide.shared.access import OPEN_PATHS
 from semantide.shared.api_keys import ApiKey
+from semantide.shared.contracts import ROOMS
 from semantide.shared.gate import UPLOAD_PREFIX, Gate
+from semantide.shared.http import build_app
 from semantide.shared.rate_limits import RateLimits
 
 from .test_access import DOORS, routes_of
-from semantide.shared import operations_api
-from semantide.shared.contracts import ROOMS
-from semantide.shared.http import build_app
 
 KEY = (b"x-api-key", b"test-key")
 

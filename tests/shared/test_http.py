@@ -21,10 +21,10 @@ from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.http import APIRouter, build_app
-from semantide.shared.server import Server
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
+from semantide.shared.server import Server
 
 ERRORS = {
     "missing": (NotFound, 404),

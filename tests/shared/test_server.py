@@ -42,7 +42,9 @@ def said(port: int, *blocks: bytes) -> bytes:
             return b"reset"
 
 
-@pytest.mark.parametrize("begin", [b"", b"\r\n\r\n", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: ", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /he"])
+@pytest.mark.parametrize(
+    "begin", [b"", b"\r\n\r\n", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: ", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /he"]
+)
 def test_a_head_that_never_ends_is_let_go(port: int, begin: bytes) -> None:
     answer = said(port, begin)
     assert answer.count(b"HTTP/1.1 200") == begin.count(b"\r\n\r\nGET"), answer
