@@ -30,7 +30,7 @@ from semantide.services.serving.live_answers import live_answer, split_answer
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
 from semantide.services.serving.profile import TimedEvent
 from semantide.services.serving.publishing import compare
-from semantide.services.serving.registry import LIVE
+from semantide.services.serving.registry_state import LIVE
 from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer
 from semantide.services.serving.scheduler import Overloaded

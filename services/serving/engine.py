@@ -18,7 +18,7 @@ import torch
 
 from semantide.services.serving.bundle import Bundle, Unavailable
 from semantide.services.serving.narrowing import narrowed_width
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.serving.ticket import Mark, SearchAgain
 from semantide.shared.decoding.beam_search import Hits
 from semantide.shared.decoding.kv_pool import KVLease

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from semantide.services.serving.registry import Registry, RegistryState
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import RegistryState
 from semantide.shared.catalog import Lineages
 from semantide.shared.contracts import ENDED, JobRecord
 from semantide.shared.lineage import Lineage, references_in

@@ -24,7 +24,8 @@ from semantide.services.serving.poller import Poller
 from semantide.services.serving.profile import profile_of
 from semantide.services.serving.publishing import Comparisons
 from semantide.services.serving.recommending import Asked, Events, Recommending
-from semantide.services.serving.registry import Candidate, Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair, RegistryState, Split, Variant
 from semantide.services.serving.retrieval import Asking, Retrieved, RetrieverWatch, TimedEvents
 from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.shown import ShownNotes

@@ -7,7 +7,8 @@ import time
 
 from semantide.services.serving.bundle import read_card, read_header
 from semantide.services.serving.publishing import compare
-from semantide.services.serving.registry import Candidate, Following, Pair, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Following, Pair
 from semantide.services.serving.retention import Policy
 from semantide.services.serving.retrieval import LoadedRetriever
 from semantide.services.serving.service import load_and_warm

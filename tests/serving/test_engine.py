@@ -6,7 +6,7 @@ import torch
 
 from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
 from semantide.services.serving.engine import Query, answer, effective_width, warm_up
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.training.rankers import GeneratorRanker
 from semantide.shared.decoding.brute_force import best_items, score_every_item
 from semantide.shared.errors import Conflict, Corrupt, NotFound, PermanentError

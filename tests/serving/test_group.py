@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
 from semantide.services.serving.engine import Group, Prepared, Query, answer
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.serving.ticket import SearchAgain
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.models.linear_layer import LinearConfig

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from semantide.services.serving import job as door
 from semantide.services.serving import tasks
 from semantide.services.serving.needed import needed, note_loaded, registered
-from semantide.services.serving.registry import Candidate, Decision, Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Decision, Pair, RegistryState, Split, Variant
 from semantide.services.serving.retention import Policy, Retention
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Lineages

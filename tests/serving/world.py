@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import torch
 
 from semantide.services.serving import api
-from semantide.services.serving.registry import Candidate, Pair, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair
 from semantide.shared.catalog import Catalog
 from semantide.shared.http import build_app
 from semantide.shared.models.generator import Generator, GeneratorConfig
