@@ -90,7 +90,7 @@ def show(settings: Settings) -> None:
 
 
 def _listen(app: Any, settings: Settings) -> None:
-    from semantide.shared.http import Server
+    from semantide.shared.server import Server
 
     server = Server(app, settings.host, settings.port)
     with suppress(KeyboardInterrupt):
@@ -103,7 +103,7 @@ def route(settings: Settings) -> None:
     """Run the router in front of serving's replicas."""
     from semantide.services.serving.router import Router
     from semantide.shared.api_keys import api_keys
-    from semantide.shared.http import Gate
+    from semantide.shared.gate import Gate
     from semantide.shared.rate_limits import RateLimits
 
     telemetry.start("router", settings)
@@ -111,7 +111,7 @@ def route(settings: Settings) -> None:
     answer_seconds = settings.serving_deadline_seconds + _ROUTE_SECONDS
     router = Router(names, settings.route_patience_seconds, answer_seconds, settings.max_body_bytes, time.monotonic)
     limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
-    _listen(Gate(router, api_keys(settings), settings.max_body_bytes, limits), settings)
+    _listen(Gate(router, api_keys(settings), settings.max_body_bytes, settings.body_seconds, limits), settings)
 
 
 def work(name: str, settings: Settings) -> None:

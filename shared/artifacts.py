@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from semantide.shared.version import code_version
 
 _CHUNK_BYTES = 1 << 20
 _ABANDONED_SECONDS = 86400  # without a change, after which what was being written belongs to a killed process
+_HIDDEN = "manifest.hidden.json"  # of an artifact in an object store that does not exist for now
 _REFERENCE = re.compile(r"[a-z]+/sha256-[0-9a-f]{64}")
 
 
@@ -88,7 +90,7 @@ class ArtifactStore:
         digest = digest_bytes(json.dumps({n: f["sha256"] for n, f in files.items()}, sort_keys=True).encode())
         ref = f"{kind}/sha256-{digest}"
         target = f"{self.root}/{ref}"
-        if self.exists(ref):
+        if self._renewed(ref):
             return ref
         manifest = {"ref": ref, "files": files, "code": code_version(), "config": dict(config or {}), "inputs": dict(inputs or {}), "seed": seed}
         text = json.dumps(manifest, indent=1, sort_keys=True)
@@ -105,7 +107,8 @@ class ArtifactStore:
                     os.rename(temporary, target)
                 except OSError:
                     if not self.exists(ref):
-                        raise
+                        self._take_away(Path(target))  # what a removal that was killed has left
+                        os.rename(temporary, target)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         else:
@@ -153,6 +156,17 @@ class ArtifactStore:
             manifest: dict[str, Any] = json.loads(self.fs.cat_file(f"{self.root}/{ref}/manifest.json"))
         return manifest
 
+    def text(self, ref: str, name: str) -> str:
+        """One of an artifact's files, read from the store.
+
+        Raises: Corrupt where it is not what was stored.
+        """
+        with self._reaching():
+            content: bytes = self.fs.cat_file(f"{self.root}/{ref}/{name}")
+        if digest_bytes(content) != self.manifest(ref)["files"].get(name, {}).get("sha256"):
+            raise Corrupt(f"{ref}: file {name} does not have the digest of its manifest: delete the artifact and run its job again")
+        return content.decode(errors="replace")
+
     def get(self, ref: str, *, verify: bool = True) -> Path:
         """A local, read-only folder with the artifact's files; digests are checked.
 
@@ -172,15 +186,115 @@ class ArtifactStore:
                     )
         return folder
 
+    def _renewed(self, ref: str) -> bool:
+        """Make an artifact that is there as young as one that is stored now; whether it is there."""
+        path = f"{self.root}/{ref}/manifest.json"
+        try:
+            if not self.exists(ref):
+                return False
+            if self._local:
+                with suppress(PermissionError):  # somebody else's file
+                    os.utime(path)
+            else:
+                with self._reaching():
+                    self.fs.pipe_file(path, self.fs.cat_file(path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def stored_at(self, ref: str) -> float:
+        """When an artifact, hidden or not, was stored for the last time, seconds since 1970.
+
+        Raises: NotFound.
+        """
+        for path in (f"{self.root}/{ref}/manifest.json", self._hidden(ref)):
+            with suppress(FileNotFoundError), self._reaching():
+                moment: datetime = self.fs.modified(path)
+                return moment.timestamp() if moment.tzinfo else moment.replace(tzinfo=UTC).timestamp()
+        raise NotFound(f"artifact {ref} is not in {self.root}")
+
     def remove(self, ref: str) -> None:
-        """Take an artifact away that can be made again; one that is not there is no matter. The manifest goes first: without one it does not exist."""
+        """Take an artifact away that can be made again; one that is not there is no matter."""
+        if self.exists(ref):
+            self.hide(ref)
+            self.remove_hidden(ref)
+
+    # An artifact that may be needed after all is taken away in two steps: hidden it does not exist for anybody else, and can still come back.
+
+    def hide(self, ref: str) -> None:
+        """Let an artifact not exist, until it is shown again or removed.
+
+        Raises: NotFound.
+        """
         if not self.exists(ref):
+            raise NotFound(f"artifact {ref} is not in {self.root}")
+        with self._reaching():
+            if self._local:
+                aside = Path(self._hidden(ref)).parent
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                self._take_away(aside)
+                os.rename(f"{self.root}/{ref}", aside)
+            else:
+                self.fs.mv(f"{self.root}/{ref}/manifest.json", self._hidden(ref))
+
+    def hidden(self) -> list[str]:
+        """References of all hidden artifacts: those of a removal that was killed."""
+        pattern = f"{self.root}/.hidden/*/sha256-*/manifest.json" if self._local else f"{self.root}/*/sha256-*/{_HIDDEN}"
+        with self._reaching():
+            return sorted("/".join(str(path).rsplit("/", 3)[1:3]) for path in self.fs.glob(pattern))
+
+    def show(self, ref: str) -> None:
+        """Let a hidden artifact exist again, unless it was stored anew meanwhile."""
+        if self.exists(ref):
+            self.remove_hidden(ref)
             return
         with self._reaching():
-            self.fs.rm(f"{self.root}/{ref}/manifest.json")
-            self.fs.rm(f"{self.root}/{ref}", recursive=True)
-        if not self._local:
-            shutil.rmtree(self._cache / ref, ignore_errors=True)
+            if self._local:
+                try:
+                    os.rename(Path(self._hidden(ref)).parent, f"{self.root}/{ref}")
+                except OSError:
+                    if not self.exists(ref):  # else somebody has stored it anew
+                        raise
+                    self.remove_hidden(ref)
+            else:
+                self.fs.mv(self._hidden(ref), f"{self.root}/{ref}/manifest.json")
+
+    def remove_hidden(self, ref: str) -> None:
+        """Take a hidden artifact away for good; one that was stored anew meanwhile stays."""
+        if self._local:
+            self._take_away(Path(self._hidden(ref)).parent)
+            return
+        with self._reaching():
+            if not self.exists(ref):
+                hidden = self._hidden(ref)
+                for path in self.fs.find(f"{self.root}/{ref}"):
+                    if path != hidden and not hidden.endswith(f"/{path}"):
+                        self.fs.rm_file(path)
+            # Last: a removal that is killed is found by it.
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(self._hidden(ref))
+        shutil.rmtree(self._cache / ref, ignore_errors=True)
+
+    def _hidden(self, ref: str) -> str:
+        return f"{self.root}/.hidden/{ref}/manifest.json" if self._local else f"{self.root}/{ref}/{_HIDDEN}"
+
+    def _take_away(self, folder: Path) -> None:
+        """Remove a folder of a local store so that it is there whole or not at all."""
+        aside = Path(self.root) / f".incoming-{uuid.uuid4().hex}"
+        with suppress(FileNotFoundError):
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def forget_fetched(self) -> int:
+        """Remove the copies of artifacts that an object store has no longer; how many."""
+        if self._local or not self._cache.is_dir():
+            return 0
+        there, gone = set(self.list()), 0
+        for folder in self._cache.glob("*/sha256-*"):
+            if folder.relative_to(self._cache).as_posix() not in there:
+                shutil.rmtree(folder, ignore_errors=True)
+                gone += 1
+        return gone
 
     def _fetch(self, ref: str, manifest: Mapping[str, Any]) -> Path:
         folder = self._cache / ref

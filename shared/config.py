@@ -31,6 +31,8 @@ class Settings(BaseSettings):
     """Base address of a stack that the command line talks to. Empty: the one started in ``data_dir``."""
     api_keys: str = ""
     """Accepted API keys, separated by commas, each as KEY (may do all), read:KEY, write:KEY, admin:KEY or NAME@ROLE:KEY. Empty on loopback: one is made and kept in ``data_dir``/api_key."""
+    user_id_key: str = Field(default="", repr=False)
+    """Key under which users' ids become pseudonyms at the door, at least 16 characters, the same for all processes and for ever. Empty: ids are kept as they come."""
     rate_limit: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Requests that the holder of one key may make of one process, health and metrics aside; beyond it the answer is 429. 0: any number, requests a second."""
     rate_limit_burst: int = Field(default=100, ge=1)
@@ -45,6 +47,8 @@ class Settings(BaseSettings):
     """Folders that imports may read, hidden files and ``data_dir`` in them excepted, separated by ':'. Empty: the working folder. ``data_dir``/uploads always."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Largest request body, bytes."""
+    body_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """How long a request's body may take to come; an upload's may take longer, but not pause for so long. Beyond it the answer is 408, seconds."""
     max_batch_rows: int = Field(default=5000, ge=1)
     """Most interactions or items in one request, rows."""
     max_backlog_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
@@ -67,6 +71,20 @@ class Settings(BaseSettings):
         }
     )
     """Known actions and their intensity: below 1 exposed, from 1 clicked, from 3 ordered, negative disliked. JSON."""
+    event_days: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long the event log keeps an event after it happened; the last of its time go a tenth of that later. 0: for ever, days."""
+    event_bytes: int = Field(default=0, ge=0)
+    """Most that the event log may take on the disk; beyond it the oldest events go. 0: any amount, bytes."""
+    artifact_days: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long an artifact is kept that nothing needs any more, days. What serves or may be promoted, the newest of each kind, what jobs of that time name and what all these were made of stays. 0: for ever."""
+    artifacts_kept: int = Field(default=5, ge=1)
+    """Newest artifacts of each kind that stay whatever their age, artifacts."""
+    job_days: float = Field(default=365.0, ge=0, allow_inf_nan=False)
+    """How long the record, log, report and checkpoints of a job that has ended are kept. 0: for ever, days."""
+    upload_days: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long a file sent with PUT /v1/uploads is kept. 0: until somebody removes it, days."""
+    retention_hours: float = Field(default=24.0, ge=0, allow_inf_nan=False)
+    """Time between two looks for artifacts, jobs and uploads that need not be kept. 0: only `semantide retention` looks, hours."""
     history_length: int = Field(default=200, ge=1)
     """Most recent interactions kept online per user, events."""
     history_ttl_seconds: int = Field(default=90 * 86400, ge=60)

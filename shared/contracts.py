@@ -22,6 +22,7 @@ JOB_ROOMS: dict[str, str] = {
     "evaluate": "training",
     "align": "training",
     "reward": "reward",
+    "retention": "serving",
 }
 
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -100,7 +101,7 @@ class JobSpec(Contract):
     ``config`` overrides fields of the recipe or of the job's own config class; ``inputs`` names artifacts.
     """
 
-    kind: Literal["import", "dataset", "forget", "tokenize", "negatives", "train", "evaluate", "align", "reward"]
+    kind: Literal["import", "dataset", "forget", "tokenize", "negatives", "train", "evaluate", "align", "reward", "retention"]
     recipe: str = ""
     config: dict[str, Any] = {}
     inputs: dict[str, ArtifactRef] = {}

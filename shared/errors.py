@@ -10,6 +10,7 @@
     |   |-- NotFound            no such artifact, job, user or model
     |   |-- Conflict            the request contradicts what is there (wrong catalog for a model, job already ended)
     |   |-- Corrupt             a file does not have the digest that it should have
+    |   |-- SlowRequest         a request's body does not come
     |   `-- BadData             input rows that cannot be used; names row, field, value and remedy
     `-- JobCancelled            raised inside a job when somebody cancelled it
 
@@ -56,6 +57,10 @@ class Conflict(PermanentError):
 
 class Corrupt(PermanentError):
     """Stored bytes do not have the digest that they should have."""
+
+
+class SlowRequest(PermanentError):
+    """A request's body does not come: its sender is let go."""
 
 
 class BadData(PermanentError):

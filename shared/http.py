@@ -1,25 +1,17 @@
-"""The door to FastAPI: one application factory with authentication, body limits, error mapping, health and metrics; and the server that it runs in.
+"""The door to FastAPI: one application factory with the gate before it, error mapping, health and metrics.
 
-Rooms' ``api.py`` import the names they need from here. Every route but ``/healthz`` and ``/readyz`` wants an API key:
-``Authorization: Bearer KEY``, ``X-API-Key: KEY``, or Basic with the key as password (so that a browser can open ``/docs``).
-An error is ``{"error": {"type", "message", "details"?}}``.
+Rooms' ``api.py`` import the names they need from here. Every route but ``/healthz`` and ``/readyz`` wants an API key (``shared/gate.py``).
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hmac
 import json
-import math
-import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
-import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
@@ -30,11 +22,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from semantide.shared import broker as broker_door
-from semantide.shared.access import OPEN_PATHS, UNLIMITED_PATHS, audited, needed_role, without_user
-from semantide.shared.api_keys import ApiKey, api_keys
-from semantide.shared.audit import AuditEntry, AuditLog
-from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, TransientError
-from semantide.shared.listening import EVERY, bound_socket, listening_address
+from semantide.shared.api_keys import api_keys
+from semantide.shared.audit import AuditLog
+from semantide.shared.error_answers import ERRORS, error_json
+from semantide.shared.errors import BadData, BrokerUnavailable, Conflict, NotFound, SemantideError, SlowRequest, TransientError
+from semantide.shared.gate import Gate
 from semantide.shared.rate_limits import RateLimits
 from semantide.shared.redaction import Redaction
 from semantide.shared.room import Room
@@ -54,60 +46,24 @@ __all__ = [
     "Query",
     "Request",
     "Response",
-    "Server",
     "StreamingResponse",
     "build_app",
-    "presented_key",
     "run_in_threadpool",
 ]
 
 # ValueErrors that no caller's argument causes: stored state that cannot be parsed. Callers' bodies are checked before.
 OUR_FAULTS = (ValidationError, json.JSONDecodeError, UnicodeError)
-UPLOAD_PREFIX = "/v1/uploads/"  # streams to disk with a limit of its own
 
 IdempotencyKey = Annotated[
     str | None,
     Header(alias="Idempotency-Key", min_length=1, max_length=200, description="Sent again with the same key, it is the same job and not a second one"),
 ]
 
-_SAID_BYTES = 4000  # of a body, for the audit log
-_LAST_CALL_SECONDS = 0.5  # for the requests of connections that are through when a server ends
-_DRAIN_SECONDS = 15  # for the answers
 _PROBE_SECONDS, _FIRST_PROBE_SECONDS = 1.0, 4.0  # for the broker's answer to a probe, and until it has answered one
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+_HEADERS = {503: {"Retry-After": "2"}, 408: {"Connection": "close"}}
+
 Ready = Callable[[], tuple[bool, str]]
-
-
-def presented_key(headers: dict[bytes, bytes]) -> str:
-    """The key that a request presents, in whichever of the three ways; empty where it presents none."""
-    if key := headers.get(b"x-api-key"):
-        return key.decode("latin-1")
-    scheme, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except ValueError:  # no base64, no ASCII, no UTF-8
-            return ""
-    return ""
-
-
-def _sent_by_another_site(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """A browser repeats Basic credentials for whatever page makes it send a request: a foreign page must not change anything with them."""
-    basic = headers.get(b"authorization", b"")[:6].lower() == b"basic "
-    return basic and scope["method"] not in ("GET", "HEAD") and headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
-
-
-class ErrorBody(BaseModel):
-    """What was wrong, with what value, and what to do; ``details`` names single fields or rows."""
-
-    type: str
-    message: str
-    details: Any = None
 
 
 class Readiness(BaseModel):
@@ -118,178 +74,13 @@ class Readiness(BaseModel):
     state: list[str]
 
 
-class ErrorAnswer(BaseModel):
-    """Every answer that is an error."""
-
-    error: ErrorBody
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
-    for status, text in {
-        400: "The request is malformed",
-        401: "No valid key",
-        403: "The key's role does not suffice, or the place may not be read",
-        404: "What was asked for does not exist",
-        405: "The route knows no such method",
-        409: "The request contradicts what is there",
-        413: "The body is too large",
-        422: "A value cannot be used",
-        429: "Too many requests: come again after Retry-After seconds",
-        500: "A fault of ours; the log has its trace",
-        503: "The cause may pass: come again after Retry-After seconds",
-        507: "The disk has no room",
-    }.items()
-}
-"""What any route may answer instead."""
-
-
-class _ErrorResponse(JSONResponse):
-    """An error may quote anything that a caller sent. Half of a surrogate pair, which UTF-8 cannot say, is escaped as JSON does."""
-
-    def render(self, content: Any) -> bytes:
-        """The body."""
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
-
-
-def _error(status: int, kind: str, message: str, details: Any = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    body: dict[str, Any] = {"type": kind, "message": message}
-    if details is not None:
-        body["details"] = details
-    return _ErrorResponse({"error": body}, status_code=status, headers=headers)
-
-
-class Gate:
-    """ASGI middleware: API key first, then its role and rate, then the body's size; what an admin changes goes into the audit log."""
-
-    def __init__(self, app: Any, keys: Sequence[ApiKey], max_body_bytes: int, limits: RateLimits, audit: AuditLog | None = None) -> None:
-        assert keys and all(key.secret for key in keys), "an empty key would let everybody in"
-        self._app, self._keys, self._max = app, [(key.secret.encode(), key) for key in keys], max_body_bytes
-        self._limits, self._audit = limits, audit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through or answer 401 or 413."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        presented = presented_key(headers).encode()
-        holders = [key for secret, key in self._keys if hmac.compare_digest(presented, secret)]
-        if not holders:
-            answer = _error(
-                401,
-                "Unauthorized",
-                "no valid API key: send `Authorization: Bearer KEY` (`semantide key` prints the local one)",
-                headers={"WWW-Authenticate": 'Basic realm="semantide"'},
-            )
-            await answer(scope, receive, send)  # type: ignore[arg-type]
-            return
-        if _sent_by_another_site(scope, headers):
-            refusal = _error(403, "Forbidden", "another site's page sent this with the key that the browser keeps: send the key as a Bearer token")
-            await refusal(scope, receive, send)  # type: ignore[arg-type]
-            return
-        holder, held = holders[0], list[dict[str, Any]]()
-        if scope["path"] not in UNLIMITED_PATHS and (wait := self._limits.take(holder.name)):
-            busy = _error(
-                429,
-                "RateLimited",
-                f"key {holder.name} makes more requests than SEMANTIDE_RATE_LIMIT allows: try again in {wait:.2f} s",
-                headers={"Retry-After": str(math.ceil(wait))},
-            )
-            await busy(scope, receive, send)  # type: ignore[arg-type]
-            return
-        if self._audit is not None and audited(scope["method"], scope["path"]):
-            send = self._noting(scope, holder, held, send)
-        role = needed_role(scope["method"], scope["path"])
-        if not holder.may(role):
-            weak = _error(403, "Forbidden", f"{scope['method']} {scope['path']} wants a key with the role {role}, and {holder.name} has the role {holder.role}")
-            await weak(scope, receive, send)  # type: ignore[arg-type]
-            return
-        if scope["path"].startswith(UPLOAD_PREFIX):
-            await self._app(scope, receive, send)
-            return
-        too_large = _error(413, "TooLarge", f"the body is larger than {self._max} bytes: send smaller batches, or raise SEMANTIDE_MAX_BODY_BYTES")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max:
-            await too_large(scope, receive, send)  # type: ignore[arg-type]
-            return
-        # Read whole before the route runs: a body that turns out too large must not be half-handled.
-        size, more = 0, True
-        while more:
-            message = await receive()
-            held.append(message)
-            size += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if size > self._max:
-                await too_large(scope, receive, send)  # type: ignore[arg-type]
-                return
-        messages = iter(held)
-
-        async def replay() -> dict[str, Any]:
-            return next(messages, None) or await receive()
-
-        await self._app(scope, replay, send)
-
-    def _noting(self, scope: Scope, holder: ApiKey, held: Sequence[dict[str, Any]], send: Send) -> Send:
-        """Write down what was asked before its outcome is told: whoever has the answer finds it in the log."""
-
-        async def noting(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                said = b"".join(each.get("body", b"") for each in held)[:_SAID_BYTES].decode(errors="replace")
-                origin, port = scope.get("client") or ("", 0)
-                action = f"{scope['method']} {without_user(scope['path'])}"
-                entry = AuditEntry(who=holder.name, role=holder.role, origin=f"{origin}:{port}", action=action, said=said, outcome=message["status"])
-                await run_in_threadpool(self._note, entry)
-            await send(message)
-
-        return noting
-
-    def _note(self, entry: AuditEntry) -> None:
-        assert self._audit is not None
-        try:
-            self._audit.append(entry, int(time.time() * 1000))
-        except broker_door.RedisError as error:
-            logger("audit").error("the audit log cannot be written, the entry is here", **entry.model_dump(exclude={"id", "time"}), error=str(error))
-
-
-class Server(uvicorn.Server):
-    """Runs one application on one port. At its end whoever got through to it is answered, and whoever comes later is refused by the system, not cut off."""
-
-    def __init__(self, app: FastAPI | Gate, host: str, port: int, backlog: int = 2048) -> None:
-        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "timeout_graceful_shutdown": _DRAIN_SECONDS}
-        super().__init__(uvicorn.Config(app, host=listening_address(host), port=port, backlog=backlog, **options))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, on addresses of both kinds where all are asked for."""
-        if sockets is None and self.config.host == EVERY:
-            try:
-                sockets = [bound_socket(EVERY, self.config.port)]
-            except OSError as error:
-                logger("http").error("this address and port cannot be listened on", port=self.config.port, error=str(error))
-                self.should_exit = True
-                return
-        await super().startup(sockets)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take the connections that wait to be taken, close the port, give what was taken a moment to send its request; then as usual."""
-        waiting = []
-        for server in self.servers:
-            ports = [each.dup() for each in server.sockets]
-            server.close()  # the loop takes no more, the system keeps a port as long as the copy is open
-            for port in ports:
-                with port, suppress(BlockingIOError):
-                    while True:
-                        waiting.append(port.accept()[0])
-        for connection in waiting:
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
-        await asyncio.sleep(_LAST_CALL_SECONDS)
-        await super().shutdown(sockets)
-
-    def _protocol(self) -> Any:
-        return self.config.http_protocol_class(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+def _error(status: int, kind: str, message: str, details: Any = None, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_json(kind, message, details), status_code=status, headers=headers, media_type="application/json")
 
 
 def _status(error: SemantideError) -> int:
+    if isinstance(error, SlowRequest):
+        return 408
     if isinstance(error, NotFound):
         return 404
     if isinstance(error, Conflict):
@@ -404,7 +195,7 @@ def build_app(
         status = _status(error)
         if status == 500:
             log.error("request failed", error=str(error), exc_info=error)
-        return _error(status, type(error).__name__, redaction.text(str(error)), headers={"Retry-After": "2"} if status == 503 else None)
+        return _error(status, type(error).__name__, redaction.text(str(error)), headers=_HEADERS.get(status))
 
     @app.exception_handler(ValueError)
     async def wrong_argument(request: Request, error: ValueError) -> Response:
@@ -435,5 +226,6 @@ def build_app(
     FastAPIInstrumentor.instrument_app(app, excluded_urls="healthz,readyz,metrics,v1/recommendations,v1/scores", exclude_spans=["receive", "send"])
     settings = room.settings
     limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
-    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes, limits=limits, audit=AuditLog(room.broker, settings.audit_days))
+    log_of_admins = AuditLog(room.broker, settings.audit_days)
+    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes, body_seconds=settings.body_seconds, limits=limits, audit=log_of_admins)
     return app

@@ -185,6 +185,21 @@ class Jobs:
         pipe.expire(self.metrics_key(record.id), METRICS_SECONDS)
         pipe.execute()
 
+    def forget(self, record: JobRecord) -> bool:
+        """Take away all that the broker has of a job that has ended; whether it is gone. One that was resumed meanwhile stays."""
+        key = self.key(record.id)
+
+        def apply(pipe: Any) -> bool:
+            state, finished = pipe.hmget(key, "state", "finished")
+            pipe.multi()
+            if state is None or json.loads(state) not in ENDED or json.loads(finished or b"null") != record.finished:
+                return state is None
+            pipe.delete(key, self.metrics_key(record.id), self.ranks_key(record.id))
+            pipe.zrem(JOBS_INDEX, record.id)
+            return True
+
+        return bool(self._redis.transaction(apply, key, value_from_callable=True))
+
     @staticmethod
     def metrics_key(job_id: str) -> str:
         """The Redis stream of a job's live metrics."""

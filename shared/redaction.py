@@ -45,12 +45,12 @@ class Redaction:
 
     @classmethod
     def of(cls, settings: Settings) -> Redaction:
-        """The secrets of a deployment: API keys, and the passwords of its addresses."""
+        """The secrets of a deployment: API keys, the key of pseudonyms, and the passwords of its addresses."""
         try:
             secrets = [key.secret for key in configured_keys(settings.api_keys)]
         except ValueError:
             secrets = []
-        secrets += filter(None, [local_key(settings.data_dir)])
+        secrets += filter(None, [local_key(settings.data_dir), settings.user_id_key])
         for url in (settings.redis_url, settings.artifacts_url, settings.otlp_endpoint, settings.url, settings.ray_address):
             secrets += _password(url)
         return cls(secrets)

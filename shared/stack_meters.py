@@ -12,13 +12,14 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from semantide.shared.broker import RedisError
 from semantide.shared.contracts import ROOMS
 from semantide.shared.jobs import ended_jobs, open_jobs_key
+from semantide.shared.retention_account import RetentionAccount
 from semantide.shared.room import Room
 from semantide.shared.telemetry import meter
 
 
 def observe(room: Room) -> None:
     """Add the figures to this process's metrics."""
-    made, broker, queues = meter("stack"), room.broker, room.queues
+    made, broker, queues, account = meter("stack"), room.broker, room.queues, RetentionAccount(room.broker)
 
     def quietly(read: Callable[[], Iterable[Observation]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def answer(_: CallbackOptions) -> Iterable[Observation]:
@@ -42,6 +43,19 @@ def observe(room: Room) -> None:
     def ended() -> Iterable[Observation]:
         return (Observation(count, {"room": of, "state": state}) for (of, state), count in ended_jobs(broker).items())
 
+    def removed() -> Iterable[Observation]:
+        return (Observation(count, {"what": what}) for what, count in account.read()[0].items())
+
+    def removed_bytes() -> Iterable[Observation]:
+        return [Observation(account.read()[1])]
+
+    def looked() -> Iterable[Observation]:
+        moment = account.read()[2]
+        return [] if moment is None else [Observation(moment)]
+
+    made.create_observable_counter("semantide_retention_removed", [quietly(removed)], description="What retention has removed, by kind of thing")
+    made.create_observable_counter("semantide_retention_bytes", [quietly(removed_bytes)], unit="By", description="Bytes that retention has removed")
+    made.create_observable_gauge("semantide_retention_looked", [quietly(looked)], unit="s", description="When retention looked last, since 1970")
     made.create_observable_gauge("semantide_queue_messages", [quietly(waiting)], description="Messages that wait, by queue")
     made.create_observable_gauge("semantide_parked_messages", [quietly(parked)], description="Messages that could not be handled, by queue")
     made.create_observable_gauge("semantide_jobs_open", [quietly(unfinished)], description="Jobs that have not ended, by room")

@@ -21,7 +21,7 @@ from semantide.services.commandline.client import NO_GENERATORS, Client, StackEr
 from semantide.services.commandline.experiments import experiment
 from semantide.services.commandline.jobs import AsJson, Wait, finish_job, run_kind
 from semantide.services.commandline.overrides import OnCluster, Overrides, Processes, config_of
-from semantide.services.commandline.oversight import audit
+from semantide.services.commandline.oversight import audit, retention
 from semantide.services.commandline.page_report import pages
 from semantide.services.commandline.publishing import IfNotWorse, decisions, promote, promotion
 from semantide.services.commandline.recommendations import recommend
@@ -52,6 +52,7 @@ app.command()(abtest)
 app.command()(rewards.reward)
 app.command()(align)
 app.command()(audit)
+app.command()(retention)
 for process in (processes.worker, processes.api, processes.pod, processes.replica, processes.route):
     app.command()(process)
 

@@ -19,7 +19,8 @@ from semantide.services.console.answers import Refused
 from semantide.services.console.login import login_page, safe_target
 from semantide.shared.api_keys import ApiKey, api_keys
 from semantide.shared.config import Settings
-from semantide.shared.http import FastAPI, Response, presented_key
+from semantide.shared.gate import presented_key
+from semantide.shared.http import FastAPI, Response
 
 ROOT = "/console"
 _PATIENCE_SECONDS = 30.0

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -28,9 +23,10 @@ from semantide.services.ingestion.rows import check_interactions, check_items, i
 from semantide.services.ingestion.schema import Kind, Rejection, Rules
 from semantide.services.ingestion.sources import OutsideRoots, confined
 from semantide.services.ingestion.stream import DIMENSION, STREAM, encode
+from semantide.services.ingestion.uploads import Uploads
+from semantide.services.ingestion.user_ids import settled
 from semantide.services.ingestion.users import Users
 from semantide.shared import broker as broker_door
-from semantide.shared.artifacts import remove_abandoned
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import Identifier, Interaction, Item, JobRecord, JobSpec
 from semantide.shared.errors import BadData, NotFound, TransientError
@@ -56,9 +52,6 @@ _FSYNC_MS = 5000
 _EXPERIMENT_MS = 14 * 86_400_000
 _LAST_MS = 1 << 53  # exact in any client
 _MOST_DAYS = 36_500
-_UPLOAD_BLOCK = 4 * 1024 * 1024
-_SPARE_BYTES = 256 * 1024 * 1024
-_UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ -]{0,199}){0,8}")
 
 
 class ImportRequest(BaseModel):
@@ -84,6 +77,7 @@ class Intake:
 
     def __init__(self, room: Room) -> None:
         self.room, self._redis = room, room.broker
+        self.pseudonyms = settled(room.settings, room.broker)
         self._waits_for_disk = True
 
     def rules(self) -> Rules:
@@ -131,7 +125,8 @@ class Intake:
         self.admit()
         good, bad = check_interactions(raws, self.rules())
         if good:
-            self.put("interactions", interaction_table(good))
+            table = interaction_table(good)
+            self.put("interactions", table.set_column(0, table.schema.field("user"), self.pseudonyms.column(table["user"])) if self.pseudonyms else table)
         return len(good), bad
 
     def items(self, raws: Sequence[Any]) -> tuple[int, list[Rejection]]:
@@ -222,8 +217,8 @@ def build(room: Room) -> APIRouter:
     intake = Intake(room)
     jobs = Jobs(room.broker, room.queues)
     histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
-    uploads = settings.data_dir / "uploads"
-    users = Users(room, jobs, histories)
+    uploads = Uploads(settings.data_dir / "uploads")
+    users, known_as = Users(room, jobs, histories), intake.pseudonyms.of_user
 
     @router.post("/interactions", summary="Accept a batch of interactions, durably", openapi_extra=_body("interactions", Interaction), **_TAKEN)
     async def post_interactions(request: Request) -> Response:
@@ -265,12 +260,13 @@ def build(room: Room) -> APIRouter:
 
     @router.get("/users/{user:path}/history", summary="The user's recent interactions, oldest first")
     def history(user: str) -> dict[str, Any]:
-        return {"user": user, "events": [event._asdict() for event in histories.get(user)]}
+        return {"user": user, "events": [event._asdict() for event in histories.get(known_as(user))]}
 
     @router.get("/users/{user:path}/export", tags=["users"], summary="All that is stored of a user: events, online history, and which data sets hold them")
     def export(user: str) -> UserExport:
-        online = [{"item": event.item, "time": event.time, "action": event.action} for event in histories.get(user)]
-        return UserExport(user=user, events=users.events(user), history=online, datasets=list(users.datasets(user)))
+        online = [{"item": event.item, "time": event.time, "action": event.action} for event in histories.get(known_as(user))]
+        events = [{**event, "user": user} for event in users.events(known_as(user))]
+        return UserExport(user=user, events=events, history=online, datasets=list(users.datasets(known_as(user))))
 
     @router.delete(
         "/users/{user:path}", status_code=202, tags=["users"], summary="Forget a user: at once for recommendations, everywhere once the job has ended"
@@ -279,7 +275,7 @@ def build(room: Room) -> APIRouter:
         user: Identifier,
         accept: Literal["never", "later"] = Query(default="never", description="`later`: events that happen from now on are taken again; `never`: none is"),
     ) -> Deletion:
-        digest, since, job = users.forget(user, accept_later=accept == "later")
+        digest, since, job = users.forget(known_as(user), accept_later=accept == "later")
         return Deletion(digest=digest, since=since, accept=accept, job=job.id)
 
     @router.get("/deletions", tags=["users"], summary="Who was forgotten, by digests, what was found of them, and what had learned from them")
@@ -346,71 +342,11 @@ def build(room: Room) -> APIRouter:
 
     @router.put("/uploads/{name:path}", status_code=201, summary="Send a file that an import can then read")
     async def put_upload(request: Request, name: str = PathParameter(max_length=1000)) -> dict[str, Any]:
-        return await _receive(request, uploads, name)
+        return await uploads.receive(request, name)
 
     @router.delete("/uploads/{name:path}", status_code=204, summary="Remove an uploaded file", response_class=Response)
     def delete_upload(name: str) -> Response:
-        path = _upload_path(uploads, name)
-        if not path.is_file():
-            raise NotFound(f"no uploaded file {name!r}")
-        path.unlink()
-        with suppress(OSError):  # folders go with their last file
-            for folder in list(path.relative_to(uploads).parents)[:-1]:
-                (uploads / folder).rmdir()
+        uploads.remove(name)
         return Response(status_code=204)
 
     return router
-
-
-def _upload_path(folder: Path, name: str) -> Path:
-    if not _UPLOAD_NAME.fullmatch(name):
-        raise BadData(f"upload name {name!r}: use letters, digits, '.', '_', '-' and '/' between folders; no part begins with a dot")
-    return folder / name
-
-
-async def _receive(request: Request, folder: Path, name: str) -> dict[str, Any]:
-    """Stream a body to disk; the file appears whole or not at all.
-
-    Raises: BadData, HTTPException 507 where the disk has no room.
-    """
-    path = _upload_path(folder, name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise BadData(f"upload name {name!r}: a part of it before the last is a file already; choose another name") from error
-    if path.is_dir():
-        raise BadData(f"upload name {name!r} is a folder already; choose another name")
-    announced = request.headers.get("content-length", "")
-    _need_room(folder, int(announced) if announced.isdigit() else 0)
-    await run_in_threadpool(remove_abandoned, folder)
-    temporary = folder / f".incoming-{uuid.uuid4().hex}"
-    size = 0
-    try:
-        with temporary.open("wb") as stream:
-            held = bytearray()
-            async for block in request.stream():
-                held += block
-                if len(held) >= _UPLOAD_BLOCK:
-                    _need_room(folder, len(held))
-                    await run_in_threadpool(stream.write, bytes(held))
-                    size += len(held)
-                    held.clear()
-            size += len(held)
-            stream.write(held)
-            stream.flush()
-            await run_in_threadpool(os.fsync, stream.fileno())
-        if announced.isdigit() and int(announced) != size:
-            raise BadData(f"upload {name!r} broke off after {size} of {announced} bytes: send it again")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return {"path": str(path.resolve()), "bytes": size}
-
-
-def _need_room(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free - size < _SPARE_BYTES:
-        raise HTTPException(
-            507,
-            f"{size} bytes do not fit: {free} bytes are free in {folder} and {_SPARE_BYTES} stay in reserve; remove old uploads with DELETE /v1/uploads/NAME",
-        )

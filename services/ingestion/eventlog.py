@@ -7,11 +7,13 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -125,6 +127,26 @@ class EventLog:
             (path.name, table.num_rows, path.stat().st_size, times["min"], times["max"], json.dumps(actions, sort_keys=True), origin),
         )
 
+    def cut(self, segment: Segment, gone: Callable[[pa.Table], npt.NDArray[np.bool_]], retired: int) -> int:
+        """Write a segment anew without the rows that are ``gone``, and forget their event ids; how many. The old file goes as one that was merged at ``retired`` does, in milliseconds since 1970.
+
+        Nothing where the segment was merged meanwhile: its rows are found in another one.
+        """
+        with self.manifest.writing() as connection:
+            row = connection.execute("SELECT origin FROM segments WHERE name = ? AND retired IS NULL", (segment.path.name,)).fetchone()
+            if row is None:
+                return 0
+            table = read_segment(segment.path)
+            flags = gone(table)
+            hashes = table.filter(pa.array(flags))["event"].to_pylist()
+            if not flags.all():
+                self.add_segment(table.filter(pa.array(~flags)), row[0])
+            connection.execute("UPDATE segments SET retired = ? WHERE name = ?", (retired, segment.path.name))
+            for begin in range(0, len(hashes), _KEYS_PER_QUERY):
+                part = hashes[begin : begin + _KEYS_PER_QUERY]
+                connection.execute(f"DELETE FROM seen WHERE hash IN ({','.join('?' * len(part))})", part)
+        return len(hashes)
+
     def segments(self, origin: str | None = None) -> list[Segment]:
         """The segments that count now (of one origin, or all); their files stay readable for at least an hour after a merge."""
         found = self.manifest.connection.execute(
@@ -133,15 +155,16 @@ class EventLog:
         ).fetchall()
         return [Segment(self.manifest.segments / name, rows, size, first, last, json.loads(actions)) for name, rows, size, first, last, actions in found]
 
-    def merge_small(self, *, at_least: int = 32, small_rows: int = 100_000, now: float | None = None) -> int:
-        """Merge small segments into one where many have gathered; how many were merged.
+    def merge_small(self, *, at_least: int = 32, small_rows: int = 100_000, most_rows: int = 1_000_000, now: float | None = None) -> int:
+        """Merge small segments into one where many have gathered, the oldest first; how many were merged.
 
-        Steady traffic writes one small segment a flush: unmerged, a day of it would be a hundred thousand files.
+        Steady traffic writes one small segment a flush: unmerged, a day of it would be a hundred thousand files. Neighbours in time stay together, so that what is too old goes by whole files.
         """
-        small = [segment for segment in self.segments("") if segment.num_rows < small_rows]
+        small = sorted((segment for segment in self.segments("") if segment.num_rows < small_rows), key=lambda segment: (segment.last_time, segment.path.name))
         if len(small) < at_least:
             return 0
-        small = small[:256]
+        rows = np.cumsum([segment.num_rows for segment in small[:256]])
+        small = small[: max(2, int(np.searchsorted(rows, most_rows, side="right")))]
         with self.manifest.writing() as connection:
             names = [segment.path.name for segment in small]
             alive = {name for (name,) in connection.execute("SELECT name FROM segments WHERE retired IS NULL").fetchall()}

@@ -31,6 +31,7 @@ from semantide.services.ingestion.rows import item_table
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, Rejection, Rules
 from semantide.services.ingestion.sources import Source, reopened
 from semantide.shared.contracts import Item
+from semantide.shared.pseudonyms import Pseudonyms
 
 REJECTS_SHOWN = 20
 
@@ -120,9 +121,11 @@ _FIELDS = tuple(State.__dataclass_fields__)
 class FileImport:
     """One import job's writer."""
 
-    def __init__(self, job: str, manifest: Manifest, sources: list[Source], config: ImportConfig, rules: Rules, rejects: Path) -> None:
+    def __init__(
+        self, job: str, manifest: Manifest, sources: list[Source], config: ImportConfig, rules: Rules, rejects: Path, pseudonyms: Pseudonyms | None = None
+    ) -> None:
         self.job, self.manifest, self.sources, self.config, self.rules, self.rejects = job, manifest, sources, config, rules, rejects
-        self.events, self.items = EventLog(manifest), ItemLog(manifest)
+        self.events, self.items, self._pseudonyms = EventLog(manifest), ItemLog(manifest), pseudonyms or Pseudonyms("")
         row = manifest.connection.execute(f"SELECT {', '.join(_FIELDS)} FROM imports WHERE job = ?", (job,)).fetchone()
         self.state = State(**dict(zip(_FIELDS, row, strict=True))) if row else State()
         self._cut_rejects()
@@ -160,7 +163,8 @@ class FileImport:
             if found.kind == "interactions":
                 assert isinstance(chunk.records, pa.Table)
                 checked = check_interaction_table(chunk.records, rules, chunk.rows, time_unit=found.time_unit)
-                tables.append(checked.table)
+                users = self._pseudonyms.column(checked.table["user"])
+                tables.append(checked.table.set_column(0, checked.table.schema.field("user"), users) if self._pseudonyms else checked.table)
                 rejections.extend(checked.rejections)
             else:
                 records = chunk.records.to_pylist() if isinstance(chunk.records, pa.Table) else chunk.records
@@ -171,6 +175,9 @@ class FileImport:
                 items.extend(good)
                 numbers.extend(rows)
                 rejections.extend(bad)
+        if found.kind == "interactions":
+            names = tuple(INTERACTION_SCHEMA.names)
+            rejections = [replace(each, value=self._pseudonyms.quoted(each.field, each.value, names)) for each in rejections]
         table = pa.concat_tables(tables).combine_chunks() if tables else INTERACTION_SCHEMA.empty_table()
         return Prepared(index, found, chunks[-1].position, chunks[-1].done, num_rows, table, event_hashes(table), items, numbers, rejections)
 

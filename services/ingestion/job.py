@@ -29,6 +29,7 @@ from semantide.services.ingestion.schema import Rules
 from semantide.services.ingestion.sources import Source, confined, plan
 from semantide.services.ingestion.stream import DIMENSION, FORGETTING, GROUP, STREAM
 from semantide.services.ingestion.sweep import Sweep, rewrite_append_only_file
+from semantide.services.ingestion.user_ids import settled
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import JobRecord
@@ -67,6 +68,7 @@ def import_files(job: JobContext) -> JobOutcome:
     config = ImportConfig.parse(job.spec.config)
     job.configured(config)
     folders = job.settings.import_folders
+    pseudonyms = _patiently(job, lambda: settled(job.settings, job.broker))
     sources, skipped, started = _plan(job, config, folders)
     with closing(Manifest(job.settings.data_dir / "events")) as manifest:
         dimension = _patiently(job, lambda: job.broker.get(DIMENSION))
@@ -78,7 +80,7 @@ def import_files(job: JobContext) -> JobOutcome:
         )
         if config.default_action not in rules.actions:
             raise ValueError(f"default_action {config.default_action!r} is not a known action: use one of {', '.join(sorted(rules.actions))}")
-        work = FileImport(job.id, manifest, sources, config, rules, job.workdir / "rejects.jsonl")
+        work = FileImport(job.id, manifest, sources, config, rules, job.workdir / "rejects.jsonl", pseudonyms)
         begun, rows_before = time.monotonic(), work.state.num_rows
 
         def report(work: FileImport) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -32,7 +33,6 @@ from semantide.shared.history import Histories
 PERSONAL = ("datasets", "negatives", "beams", "rollouts")
 """Kinds of artifacts that hold rows of single users; what else was made of these has learned from them."""
 
-_SEEN_PER_QUERY = 900
 _SCAN = 500
 _FORGOTTEN = "(forgotten)"
 
@@ -62,22 +62,12 @@ class Sweep:
             column = read_segment(segment.path, ("user", "time"))
             if self._forgotten.refused(column["user"], column["time"]) is None:
                 continue
-            with self._manifest.writing() as connection:
-                row = connection.execute("SELECT origin FROM segments WHERE name = ? AND retired IS NULL", (segment.path.name,)).fetchone()
-                if row is None:
-                    continue  # merged meanwhile: the next look finds them there
-                table = read_segment(segment.path)
-                gone = self._forgotten.refused(table["user"], table["time"])
-                assert gone is not None
-                hashes = table.filter(pa.array(gone))["event"].to_pylist()
-                if not gone.all():
-                    log.add_segment(table.filter(pa.array(~gone)), row[0])
-                connection.execute("UPDATE segments SET retired = 0 WHERE name = ?", (segment.path.name,))
-                for begin in range(0, len(hashes), _SEEN_PER_QUERY):
-                    part = hashes[begin : begin + _SEEN_PER_QUERY]
-                    connection.execute(f"DELETE FROM seen WHERE hash IN ({','.join('?' * len(part))})", part)
-                self.counts["events"] += len(hashes)
+            self.counts["events"] += log.cut(segment, self._flags, retired=0)
         log.sweep(grace_seconds=-1.0)
+
+    def _flags(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        flags = self._forgotten.refused(table["user"], table["time"])
+        return np.zeros(table.num_rows, dtype=np.bool_) if flags is None else flags
 
     def artifacts(self) -> list[str]:
         """References of the artifacts that hold rows of these users; ``saw`` then names what has learned from them."""

@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from semantide.services.ingestion.expiry import Expiry
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.shown import joined
 from semantide.services.ingestion.stream import CONSUMER, DIMENSION, GROUP, PARKED, STREAM, Entry, decode
@@ -84,6 +85,7 @@ class Consumer:
         self._writer = EntryWriter(manifest)
         self._availability = Availability(room.broker)
         settings = room.settings
+        self._expiry = Expiry(self._writer.events, settings.event_days, settings.event_bytes)
         self._histories = Histories(room.broker, settings.history_length, settings.history_ttl_seconds)
         self._shown = ShownLists(room.broker, settings.serving_shown_seconds, settings.serving_shown_bytes)
         # Exposures would push what the user did out of a short history.
@@ -95,6 +97,7 @@ class Consumer:
         instruments = meter("ingestion")
         self._stored = instruments.create_counter("semantide_ingestion_events", unit="events", description="Interactions written to the log")
         self._duplicates = instruments.create_counter("semantide_ingestion_duplicates", unit="events", description="Interactions that were already in the log")
+        self._expired = instruments.create_counter("semantide_ingestion_expired", unit="events", description="Interactions that the log keeps no longer")
         self._seconds = instruments.create_histogram("semantide_ingestion_flush", unit="s", description="Time to write one group of batches")
 
     def run(self, stop: threading.Event) -> None:
@@ -299,4 +302,5 @@ class Consumer:
             return
         self._tidied = now
         self._writer.events.merge_small()
+        self._expired.add(self._expiry.step(int(time.time() * 1000)))
         self._writer.events.sweep()

@@ -21,6 +21,7 @@ from semantide.shared.http import APIRouter
 from semantide.shared.models.preference import PreferenceModel, combined
 from semantide.shared.models.reward_pairs import Histories
 from semantide.shared.models.reward_scorer import matched
+from semantide.shared.pseudonyms import Pseudonyms
 from semantide.shared.room import Room
 
 _MOST_PAIRS, _MOST_EVENTS = 100_000, 500_000  # of a request, all its users together
@@ -54,7 +55,8 @@ class ScoresWanted(Contract):
 def build(room: Room) -> APIRouter:
     """The routes of this room."""
     router = APIRouter(prefix="/v1/reward", tags=["reward"])
-    newest = NewestRewards(room.broker)
+    newest, pseudonyms = NewestRewards(room.broker), Pseudonyms.of(room.settings)
+    pseudonyms.agree(room.broker)
     online = OnlineHistories(room.broker, room.settings.history_length, room.settings.history_ttl_seconds)
 
     def card(ref: str) -> dict[str, Any]:
@@ -97,7 +99,10 @@ def build(room: Room) -> APIRouter:
             except ValueError as error:
                 raise BadData(str(error)) from error
             model = model.weighted(wanted.preference)
-        told = told_of(wanted.users, online)
+        known_as = [user.user and pseudonyms.of_user(user.user) for user in wanted.users]
+        told = told_of(
+            [user.model_copy(update={"user": name}) for user, name in zip(wanted.users, known_as, strict=True)] if pseudonyms else wanted.users, online
+        )
         if (events := sum(map(len, told))) > _MOST_EVENTS:
             raise BadData(
                 f"the histories of {len(told)} users have {events} events, those sent and those stored together: send at most {_MOST_EVENTS} in a request, with fewer "
@@ -111,7 +116,7 @@ def build(room: Room) -> APIRouter:
         offsets = np.concatenate([[0], np.cumsum([len(history) for history in histories])]).astype(np.int64)
         items_X = np.array([row_of.get(item, -1) for user in wanted.users for item in user.items], dtype=np.int64)
         group_X = np.repeat(np.arange(len(wanted.users)), [len(user.items) for user in wanted.users])
-        judged = model.judge(model.user_rows([user.user for user in wanted.users]), Histories(items_E, actions_E), offsets, group_X, items_X)
+        judged = model.judge(model.user_rows(known_as), Histories(items_E, actions_E), offsets, group_X, items_X)
         answers, at = [], 0
         for user in wanted.users:
             rows = range(at, at + len(user.items))

@@ -30,7 +30,7 @@ from semantide.services.serving.exploration import POOL, Mixed, seed_of
 from semantide.services.serving.live_answers import live_answer, split_answer
 from semantide.services.serving.pages import Ranking, read_cursor, turn, write_cursor
 from semantide.services.serving.publishing import compare
-from semantide.services.serving.registry import LIVE
+from semantide.services.serving.registry_state import LIVE
 from semantide.services.serving.retrieval import Retrieved
 from semantide.services.serving.retrieval_answer import asking, joined_answer, retrieved_answer
 from semantide.services.serving.scheduler import Overloaded
@@ -41,6 +41,7 @@ from semantide.services.serving.wish import Wish, score_wish_of, wish_of
 from semantide.shared.errors import NotFound, SemantideError, TransientError
 from semantide.shared.http import OUR_FAULTS, APIRouter, HTTPException, Request, run_in_threadpool
 from semantide.shared.jobs import Jobs
+from semantide.shared.pseudonyms import Pseudonyms
 from semantide.shared.recommendation import (
     Explanation,
     NearItem,
@@ -87,7 +88,8 @@ def build(room: Room) -> APIRouter:
     """Recommendations, promotion, rollback, splits."""
     router = APIRouter(prefix="/v1")
     service = _service(room)
-    settings = room.settings
+    settings, pseudonyms = room.settings, Pseudonyms.of(room.settings)
+    pseudonyms.agree(room.broker)
 
     @router.post("/recommendations", tags=["serving"], summary="Items for a user or a history, best first; with a cursor the next page")
     async def recommend(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
@@ -98,6 +100,9 @@ def build(room: Room) -> APIRouter:
 
     async def answer_to(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
+        if pseudonyms:
+            named = {name: pseudonyms.of_user(who) for name, who in (("user", body.user), ("split_by", body.split_by)) if who is not None}
+            body = body.model_copy(update=named) if named else body
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
         variant: str | None = None

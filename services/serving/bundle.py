@@ -22,7 +22,7 @@ from torch import Tensor
 
 from semantide.kernels.device import best_device
 from semantide.services.serving.profile import Reading, reading_of
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.catalog import Catalog
 from semantide.shared.decoding.beam_search import Search

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from semantide.services.serving.registry import Candidate, Decision, Following, Pair
+from semantide.services.serving.registry_state import Candidate, Decision, Following, Pair
 from semantide.shared.contracts import ArtifactRef, Identifier
 from semantide.shared.recommendation import Body
 

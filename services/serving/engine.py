@@ -16,7 +16,7 @@ import torch
 
 from semantide.services.serving.bundle import Bundle, Unavailable
 from semantide.services.serving.prepared import Prepared, Query
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.serving.rounds import Rounds
 from semantide.services.serving.ticket import SearchAgain
 from semantide.shared.decoding.beam_search import Hits

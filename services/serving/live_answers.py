@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from semantide.services.serving.contract import LiveAnswer, SplitAnswer, VariantAnswer
-from semantide.services.serving.registry import LIVE, RegistryState
+from semantide.services.serving.registry_state import LIVE, RegistryState
 from semantide.services.serving.service import Service
 
 

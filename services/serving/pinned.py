@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from semantide.services.serving.registry import Pair, Registry, RegistryState, Split
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Pair, RegistryState, Split
 from semantide.shared.errors import NotFound
 
 

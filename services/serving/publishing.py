@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from semantide.services.serving.bundle import read_card
-from semantide.services.serving.registry import Candidate, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobRecord, JobSpec

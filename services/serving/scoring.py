@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from semantide.services.serving.prepared import Prepared
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.serving.rounds import Rounds
 from semantide.shared.decoding.beam_search import Normalisation
 from semantide.shared.decoding.given_items import GivenItems, ItemScores, follow

@@ -17,6 +17,7 @@ from semantide.services.serving.bundle import Bundle, load_bundle, read_header
 from semantide.services.serving.engine import Answer, warm_up
 from semantide.services.serving.meters import Meters
 from semantide.services.serving.narrowing import Narrowing
+from semantide.services.serving.needed import note_loaded
 from semantide.services.serving.pages import Pages
 from semantide.services.serving.pinned import Pin, PinnedRegistry
 from semantide.services.serving.poller import Poller
@@ -24,7 +25,8 @@ from semantide.services.serving.prepared import Prepared
 from semantide.services.serving.profile import profile_of
 from semantide.services.serving.publishing import Comparisons
 from semantide.services.serving.recommending import Asked, Events, Recommending
-from semantide.services.serving.registry import Candidate, Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair, RegistryState, Split, Variant
 from semantide.services.serving.retrieval import Asking, Retrieved, RetrieverWatch, TimedEvents
 from semantide.services.serving.scheduler import Scheduler
 from semantide.services.serving.scoring import Scored
@@ -46,6 +48,7 @@ from semantide.shared.models.quantised import Weights
 from semantide.shared.shown_lists import ShownLists
 
 _POLL_SECONDS = 0.1
+_LOADED_SECONDS = 20.0
 _COMPARISONS_SECONDS = 1.0
 _MOST_WORKERS = 4  # more of them wait for each other's Python
 _PAUSE_SECONDS = 1.0  # without look-ups after one that found the broker away
@@ -113,6 +116,7 @@ class Service:
             Poller("registry", _POLL_SECONDS, self.swapper.poll),
             Poller("retriever", _POLL_SECONDS, self.retrievers.poll),
             Poller("shown", _POLL_SECONDS / 2, self.shown.flush),
+            Poller("loaded", _LOADED_SECONDS, lambda: note_loaded(broker, self.registry.read(), time.time())),
             Poller("comparisons", _COMPARISONS_SECONDS, Comparisons(Registry(broker), Jobs(broker)).poll),
         ]
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from semantide.services.serving.bundle import Bundle, Unavailable
-from semantide.services.serving.registry import Pair, Registry, Split
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Pair, Split
 from semantide.services.serving.variants import Lineup
 from semantide.shared.availability import Availability
 from semantide.shared.errors import PermanentError

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from semantide.services.serving.bundle import read_card, read_header
 from semantide.services.serving.publishing import compare
-from semantide.services.serving.registry import Candidate, Following, Pair, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Following, Pair
+from semantide.services.serving.retention import Policy
 from semantide.services.serving.retrieval import LoadedRetriever
 from semantide.services.serving.service import load_and_warm
+from semantide.shared.broker import RedisError
 from semantide.shared.catalog import Catalog, Lineages
-from semantide.shared.contracts import CandidateJudged, CatalogReady, ModelTrained, TablePublished
-from semantide.shared.errors import Conflict, NotFound, PermanentError
+from semantide.shared.contracts import CandidateJudged, CatalogReady, JobSpec, ModelTrained, TablePublished
+from semantide.shared.errors import Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import handler
+from semantide.shared.retention_account import RetentionAccount
 from semantide.shared.room import Room
 from semantide.shared.telemetry import logger
+
+_RETENTION_SECONDS = 60.0  # between two looks at the time of the last one
+
+
+def background(room: Room, stop: threading.Event) -> None:
+    """Ask for a look for what need not be kept, whenever its time has come, until ``stop`` is set; several workers ask for the same one."""
+    account, jobs = RetentionAccount(room.broker), Jobs(room.broker, room.queues)
+    while room.settings.retention_hours and Policy.of(room.settings):
+        try:
+            looked = account.looked(now := time.time())
+            if now - looked >= room.settings.retention_hours * 3600 or looked > now + 3600:  # a clock that was wrong must not stop it for ever
+                jobs.submit(JobSpec(kind="retention"), once=f"retention after {looked!r}")
+        except (RedisError, TransientError) as error:
+            logger("serving").warning("retention could not be asked for, it will be", error=str(error))
+        if stop.wait(_RETENTION_SECONDS):
+            return
 
 
 def _newest(room: Room, catalog: str, tokenizer: str) -> str:

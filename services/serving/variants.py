@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from semantide.services.serving.bundle import Bundle
-from semantide.services.serving.registry import LIVE, Split
+from semantide.services.serving.registry_state import LIVE, Split
 from semantide.shared.errors import NotFound
 
 

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import torch
 from public_data import beauty, read_sequences
 
-from semantide.services.serving.registry import Candidate, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate
 from semantide.services.tokenization.spelling import build
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect

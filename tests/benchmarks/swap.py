@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "serving"))
 
 from world import Reply, make_catalog, make_model, post, storm  # type: ignore[import-not-found]
 
-from semantide.services.serving.registry import Candidate, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect, free_port
 from semantide.shared.config import Settings

@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 OPERATOR_PAGE = PAGE.with_name("operator.md")
 SCHEMA = Path(__file__).resolve().parents[2] / "charts" / "semantide" / "values.schema.json"
 # What the chart sets itself.
-OWN = ("data_dir", "redis_url", "host", "port", "url", "api_keys", "metrics_port", "metrics_host")
+OWN = ("data_dir", "redis_url", "host", "port", "url", "api_keys", "user_id_key", "metrics_port", "metrics_host")
 OPERATOR_OWN = (
     "namespace", "own_namespace", "identity", "image", "port", "scheduler", "profile", "resource_name", "device_info_namespace", "log_level", "pod_template", "replica_template", "release", "api_keys",
 )  # fmt: skip

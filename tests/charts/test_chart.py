@@ -55,6 +55,7 @@ ingressPaths: {/v1/recommendations: serving}
 networkPolicyApiNamespaces: {ingress: true, unused: false}
 environmentSecret: object-store
 apiKeysSecret: keys
+userIdKeySecret: pseudonyms
 redisEnabled: false
 redisUrlSecret: broker
 dataExistingClaim: big-share
@@ -240,6 +241,7 @@ def test_secrets_of_ones_own_are_referred_to(render: Render, full: str) -> None:
     for name, deployment in rooms_of(manifests).items():
         pod = deployment["spec"]["template"]
         assert environment(pod)["SEMANTIDE_REDIS_URL"] == {"secretKeyRef": {"name": "broker", "key": "redis-url"}}
+        assert environment(pod)["SEMANTIDE_USER_ID_KEY"] == {"secretKeyRef": {"name": "pseudonyms", "key": "user-id-key"}}
         assert environment(pod).get("SEMANTIDE_API_KEYS") == ({"secretKeyRef": {"name": "keys", "key": "api-keys"}} if "-api" in name else None)
         assert {"secretRef": {"name": "object-store"}} in pod["spec"]["containers"][0]["envFrom"]
         assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "big-share"

@@ -12,9 +12,10 @@ import pytest
 from semantide.services.ingestion import api as ingestion
 from semantide.shared import operations_api
 from semantide.shared.broker import free_port
-from semantide.shared.http import APIRouter, Server, build_app
+from semantide.shared.http import APIRouter, build_app
 from semantide.shared.jobs import JobOutcome, Jobs
 from semantide.shared.recommendation import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
+from semantide.shared.server import Server
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

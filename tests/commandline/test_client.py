@@ -27,7 +27,8 @@ from semantide.services.commandline import (
 from semantide.services.commandline.client import Client, StackError
 from semantide.services.ingestion import api as ingestion
 from semantide.services.serving import api as serving
-from semantide.services.serving.registry import Candidate, Pair, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair
 from semantide.services.tokenization import api as tokenization
 from semantide.shared import operations_api
 from semantide.shared.artifacts import ArtifactStore

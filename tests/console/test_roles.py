@@ -16,7 +16,8 @@ from semantide.services.console.answers import barred
 from semantide.services.console.api import open_console
 from semantide.shared.api_keys import ROLES, ApiKey, api_keys
 from semantide.shared.config import Settings
-from semantide.shared.http import FastAPI, Gate, JSONResponse, Request, Response
+from semantide.shared.gate import Gate
+from semantide.shared.http import FastAPI, JSONResponse, Request, Response
 from semantide.shared.rate_limits import RateLimits
 
 KEYS = ",".join(f"{role}-person@{role}:secret-of-{role}" for role in ROLES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from semantide.services.ingestion import api
+from semantide.services.ingestion import api, uploads
 from semantide.services.ingestion.sources import confined, files_below
 from semantide.services.ingestion.stream import STREAM, decode, encode
 from semantide.shared.http import build_app
@@ -204,7 +204,7 @@ def test_uploads_appear_whole(client: TestClient, settings: Any) -> None:
 
 
 def test_an_upload_that_does_not_fit_is_507(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(uploads, "_SPARE_BYTES", 1 << 60)
     assert client.put("/v1/uploads/log.csv", content=b"x").status_code == 507
 
 

@@ -5,12 +5,13 @@ import httpx
 import numpy as np
 import pytest
 
-from semantide.services.serving import engine
+from semantide.services.serving import api, engine
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.availability import Availability
 from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.contracts import Interaction
 from semantide.shared.history import Histories
+from semantide.shared.pseudonyms import Pseudonyms
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
 
@@ -220,3 +221,25 @@ def test_without_its_broker_explicit_histories_are_still_served(settings, tmp_pa
             assert paged.status_code == 503 and "leave `depth` out" in paged.text
             own.start()
             wait_until(lambda: server.recommend(user="ann").status_code == 200)
+
+
+def test_under_pseudonyms_callers_are_answered_by_their_own_ids(world):
+    settings = world.room.settings
+    settings.user_id_key = "a-key-of-the-tests-for-pseudonyms"
+    pseudonyms = Pseudonyms(settings.user_id_key)
+    pseudonyms.settle(world.room.broker)
+    world.live()
+    rows = [Interaction(user=pseudonyms.of_user("anna"), item=f"i{number}", time=number, action="click") for number in (1, 2, 3)]
+    Histories(world.room.broker, 200, 3600).append(rows)
+    with Server(world.room) as own:
+        wait_until(lambda: own.recommend(user="anna").status_code == 200)
+        answer = own.recommend(user="anna", n=5).json()
+        sent = own.recommend(history=["i1", "i2", "i3"], n=5).json()
+        assert answer["history_items"] == 3 and [each["item"] for each in answer["items"]] == [each["item"] for each in sent["items"]]
+        assert own.recommend(user=pseudonyms.of_user("anna")).json()["history_items"] == 0, "a pseudonym is nobody's id"
+        page = own.recommend(user="anna", n=2, depth=6).json()
+        assert own.recommend(cursor=page["cursor"]).status_code == 200
+        assert not [key for key in world.room.broker.scan_iter("*anna*")]
+    settings.user_id_key = ""
+    with pytest.raises(ValueError, match="SEMANTIDE_USER_ID_KEY is not set"):
+        api.build(world.room)

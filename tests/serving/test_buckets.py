@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.services.serving.buckets import BUCKETS, allocate, bucket, owner
-from semantide.services.serving.registry import LIVE, Pair, RegistryState, Split, Variant
+from semantide.services.serving.registry_state import LIVE, Pair, RegistryState, Split, Variant
 from semantide.shared.errors import Conflict
 
 PAIR = Pair(model=f"models/sha256-{'1' * 64}", catalog=f"catalogs/sha256-{'2' * 64}")

@@ -7,7 +7,7 @@ import torch
 from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
 from semantide.services.serving.engine import answer, warm_up
 from semantide.services.serving.prepared import Query, effective_width
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.training.rankers import GeneratorRanker
 from semantide.shared.decoding.brute_force import best_items, score_every_item
 from semantide.shared.errors import Conflict, Corrupt, NotFound, PermanentError

@@ -3,7 +3,7 @@ import pytest
 
 from semantide.services.serving.bundle import Bundle, load_bundle
 from semantide.services.serving.explanation import nearest
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 
 from .world import World
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from semantide.services.serving.bundle import Bundle, Unavailable, load_bundle
 from semantide.services.serving.engine import Group, answer
 from semantide.services.serving.prepared import Prepared, Query
-from semantide.services.serving.registry import Pair
+from semantide.services.serving.registry_state import Pair
 from semantide.services.serving.ticket import SearchAgain
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.models.linear_layer import LinearConfig

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from semantide.services.serving.registry import Candidate, Pair, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair
 from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
 from semantide.shared.models.linear_layer import LinearConfig

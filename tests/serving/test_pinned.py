@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from semantide.services.serving.pinned import Pin
-from semantide.services.serving.registry import Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Pair, RegistryState, Split, Variant
 from semantide.shared.errors import NotFound
 from semantide.shared.room import Room
 

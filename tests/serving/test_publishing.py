@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from semantide.services.serving import tasks
 from semantide.services.serving.publishing import Comparisons
-from semantide.services.serving.registry import Candidate, Pair, Registry, RegistryState
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair, RegistryState
 from semantide.shared.contracts import CandidateJudged, ModelTrained
 from semantide.shared.errors import Conflict
 from semantide.shared.jobs import Jobs

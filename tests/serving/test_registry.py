@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from semantide.services.serving.registry import LIVE, Candidate, Pair, Registry, RegistryState, Split, Variant
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import LIVE, Candidate, Pair, RegistryState, Split, Variant
 from semantide.shared.errors import Conflict, NotFound
 
 

@@ -17,11 +17,12 @@ import pytest
 
 from semantide.services.serving.replicas import Asked
 from semantide.services.serving.router import SEARCHES, Router, _history_items
-from semantide.shared import http
 from semantide.shared.api_keys import ApiKey
 from semantide.shared.broker import free_port
+from semantide.shared.gate import Gate
 from semantide.shared.rate_limits import RateLimits
 from semantide.shared.room import Room
+from semantide.shared.server import Server as HttpServer
 
 from .world import Server, World, post, storm, wait_until
 
@@ -35,7 +36,7 @@ class Plain:
         self.answer, self.asked = answer, 0
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self._server = http.Server(self, "127.0.0.1", self.port)  # type: ignore[arg-type]
+        self._server = HttpServer(self, "127.0.0.1", self.port)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -69,7 +70,7 @@ def routing(
 ) -> Iterator[tuple[httpx.Client, Router]]:
     router = Router([f"http://{address}" for address in addresses], patience_seconds, answer_seconds, 1_000_000, clock)
     port = free_port()
-    server = http.Server(http.Gate(router, [ApiKey.parse(KEY)], 1_000_000, RateLimits(0, 1, time.monotonic)), "127.0.0.1", port)
+    server = HttpServer(Gate(router, [ApiKey.parse(KEY)], 1_000_000, 600.0, RateLimits(0, 1, time.monotonic)), "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

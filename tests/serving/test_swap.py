@@ -9,7 +9,8 @@ import pytest
 
 from semantide.services.serving import registry as registry_module
 from semantide.services.serving import tasks
-from semantide.services.serving.registry import Candidate, Pair, Registry
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair
 from semantide.services.serving.service import load_and_warm
 from semantide.services.serving.swap import Swapper
 from semantide.shared.catalog import Lineages

@@ -3,7 +3,8 @@ from collections import Counter
 from dataclasses import replace
 
 from semantide.services.serving import meters, service, tasks
-from semantide.services.serving.registry import LIVE, Candidate, Pair, Registry, Split, Variant
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import LIVE, Candidate, Pair, Split, Variant
 from semantide.shared.contracts import CatalogReady
 from semantide.shared.errors import PermanentError
 

@@ -19,11 +19,13 @@ import pyarrow.parquet as pq
 import torch
 
 from semantide.services.serving import api
-from semantide.services.serving.registry import Candidate, Pair, Registry
-from semantide.shared import http
+from semantide.services.serving.registry import Registry
+from semantide.services.serving.registry_state import Candidate, Pair
 from semantide.shared.catalog import Catalog
+from semantide.shared.http import build_app
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.room import Room
+from semantide.shared.server import Server as HttpServer
 
 LEVEL_SIZES = (8, 8, 8)
 DIGEST = "tokenizer-a"
@@ -100,14 +102,14 @@ class Server:
     """The application of some rooms behind uvicorn, in a thread."""
 
     def __init__(self, room: Room) -> None:
-        app = http.build_app([room], [api.build(room)], [lambda: api.ready(room)], [lambda: api.start(room)])
+        app = build_app([room], [api.build(room)], [lambda: api.ready(room)], [lambda: api.start(room)])
         self.service = api._service(room)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.headers = {"Authorization": "Bearer test-key"}
-        self._server = http.Server(app, "127.0.0.1", port, backlog=4096)
+        self._server = HttpServer(app, "127.0.0.1", port, backlog=4096)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> Server:

@@ -20,10 +20,11 @@ from semantide.shared.broker import OwnBroker, connect, free_port
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
-from semantide.shared.http import APIRouter, Server, build_app
+from semantide.shared.http import APIRouter, build_app
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
+from semantide.shared.server import Server
 
 ERRORS = {
     "missing": (NotFound, 404),

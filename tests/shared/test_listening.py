@@ -15,8 +15,9 @@ from semantide.operators.page import Page
 from semantide.shared.api_keys import api_keys
 from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
-from semantide.shared.http import APIRouter, FastAPI, Server
+from semantide.shared.http import APIRouter, FastAPI
 from semantide.shared.listening import bound_socket, listening_address
+from semantide.shared.server import Server
 
 
 @contextmanager

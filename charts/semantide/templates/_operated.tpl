@@ -60,6 +60,11 @@ env:
   - name: SEMANTIDE_REDIS_URL
     valueFrom:
       {{- include "semantide.redisUrl" .root | nindent 6 }}
+  {{- if .root.Values.userIdKeySecret }}
+  - name: SEMANTIDE_USER_ID_KEY
+    valueFrom:
+      {{- include "semantide.userIdKey" .root | nindent 6 }}
+  {{- end }}
 volumes:
   {{- include "semantide.volumes" . | trim | nindent 2 }}
 volumeMounts:

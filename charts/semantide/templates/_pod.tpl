@@ -35,6 +35,12 @@ secretKeyRef:
   {{- end }}
 {{- end -}}
 
+{{- define "semantide.userIdKey" -}}
+secretKeyRef:
+  name: {{ .Values.userIdKeySecret }}
+  key: {{ .Values.userIdKeySecretKey }}
+{{- end -}}
+
 {{- define "semantide.redisUrl" -}}
 secretKeyRef:
   {{- if .Values.redisEnabled }}
@@ -207,6 +213,11 @@ spec:
         - name: SEMANTIDE_REDIS_URL
           valueFrom:
             {{- include "semantide.redisUrl" .root | nindent 12 }}
+        {{- if .root.Values.userIdKeySecret }}
+        - name: SEMANTIDE_USER_ID_KEY
+          valueFrom:
+            {{- include "semantide.userIdKey" .root | nindent 12 }}
+        {{- end }}
         {{- end }}
         {{- if .http }}
         - name: SEMANTIDE_API_KEYS
