@@ -208,3 +208,38 @@ def python_client() -> str:
                     waits = "await " if inspect.iscoroutinefunction(method) else ""
                     lines += [f"### {name}.{each}\n", f"`{waits}{_signature(each, method)}`\n", f"{inspect.cleandoc(method.__doc__ or '')}\n"]
     return "\n".join(lines)
+
+
+# ---- tables inside of pages
+
+KERNELS = ("<!-- kernels: begin -->", "<!-- kernels: end -->")
+
+
+def kernels() -> str:
+    """Every kernel, its file and the devices that have a form of their own."""
+    import pkgutil
+
+    from semantide import kernels as package
+    from semantide.kernels.dispatch import Kernel
+
+    found: dict[str, Kernel[Any, Any]] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.name.startswith(("_", "triton")):  # whatever a machine without Triton can import
+            content = vars(importlib.import_module(f"semantide.kernels.{module.name}"))
+            found.update({each.__name__: each for each in content.values() if isinstance(each, Kernel)})
+    rows = ["| kernel | file | own forms for | |", "|---|---|---|---|"]
+    for name, each in sorted(found.items()):
+        place = each.__module__.removeprefix("semantide.").replace(".", "/")
+        rows.append(f"| `{name}` | `{place}.py` | {', '.join(sorted(each.registry))} | {_cell((each.__doc__ or '').split(chr(10) + chr(10))[0]).replace('``', '`')} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Write the table of kernels into its page."""
+    page = Path(__file__).with_name("kernels.md")
+    head, _, rest = page.read_text().partition(KERNELS[0])
+    page.write_text(f"{head}{KERNELS[0]}\n{kernels()}\n{KERNELS[1]}{rest.partition(KERNELS[1])[2]}")
+
+
+if __name__ == "__main__":
+    main()
