@@ -14,6 +14,9 @@ from typing import Any
 _METHODS = ("get", "post", "put", "delete", "patch")
 
 
+_ERROR = "#/components/schemas/ErrorAnswer"
+
+
 def _cell(text: Any) -> str:
     return re.sub(r"\s+", " ", str(text)).strip().replace("|", "\\|")
 
@@ -106,6 +109,8 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> Iterator[st
     answers = []
     for status, answer in operation.get("responses", {}).items():
         content = answer.get("content", {})
+        if _ERROR in [each.get("schema", {}).get("$ref") for each in content.values()]:
+            continue  # said once, at the top
         shown = " or ".join(dict.fromkeys(_kind(each.get("schema", {})) if kind == "application/json" else f"`{kind}`" for kind, each in content.items()))
         answers.append(f"{status}{f' ({shown})' if shown else ''}")
     yield f"Answers: {', '.join(answers)}.\n"
@@ -121,7 +126,9 @@ def rest() -> str:
     lines = [
         "# REST\n",
         "Every route of every room, from the description that a running stack gives at `/openapi.json` and shows at `/docs`. A key goes into `Authorization: Bearer KEY` or `X-API-Key`;",
-        "which role a route wants is said with it ([keys](operations.md#keys)). Errors are JSON objects with `error` (kind), `message` and, where they help, more.\n",
+        "which role a route wants is said with it ([keys](operations.md#keys)).\n",
+        "Every route may also answer with an error, an [ErrorAnswer](#erroranswer): 400 and 422 for a wrong request, 401 and 403 for a key that is missing or may not, 404 and 405 for what is not there, 409 where it contradicts what is, 413 where it is too large,",
+        "429 (with `Retry-After`) where too many ask, 500 where the fault is ours, 503 where the broker or a model is away, 507 where the disk is full.\n",
     ]
     for tag, operations in routes.items():
         lines.append(f"## {tag.capitalize()}\n")
