@@ -70,7 +70,16 @@ def _kind(schema: dict[str, Any]) -> str:
     return kind
 
 
-_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minLength": "length ≥", "maxLength": "length ≤", "minItems": "entries ≥", "maxItems": "entries ≤"}
+_BOUNDS = {
+    "minimum": "≥",
+    "exclusiveMinimum": ">",
+    "maximum": "≤",
+    "exclusiveMaximum": "<",
+    "minLength": "length ≥",
+    "maxLength": "length ≤",
+    "minItems": "entries ≥",
+    "maxItems": "entries ≤",
+}
 
 
 def _bounds(schema: dict[str, Any]) -> str:
@@ -92,7 +101,9 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> Iterator[st
     from semantide.shared.access import OPEN_PATHS, ROUTES
 
     route = f"{method.upper()} {path}"
-    role = "none" if path in OPEN_PATHS else next((role for role, routes in ROUTES.items() if route in {re.sub(r":path", "", each) for each in routes}), "admin")
+    role = (
+        "none" if path in OPEN_PATHS else next((role for role, routes in ROUTES.items() if route in {re.sub(r":path", "", each) for each in routes}), "admin")
+    )
     yield f"### {route}\n"
     yield f"{operation.get('summary', '')}. Key: {role}.\n"
     if text := operation.get("description"):
@@ -201,7 +212,10 @@ def python_client() -> str:
         lines += [f"## {name}\n", f"{inspect.cleandoc(kind.__doc__ or '')}\n"]
         if dataclasses.is_dataclass(kind):
             lines += ["| field | type | default |", "|---|---|---|"]
-            lines += [f"| `{each.name}` | {_code(each.type)} | {_code(each.default) if each.default is not dataclasses.MISSING else ''} |" for each in dataclasses.fields(kind)]
+            lines += [
+                f"| `{each.name}` | {_code(each.type)} | {_code(each.default) if each.default is not dataclasses.MISSING else ''} |"
+                for each in dataclasses.fields(kind)
+            ]
             lines.append("")
         elif hasattr(kind, "model_fields"):
             lines += ["| field | type |", "|---|---|"]
@@ -237,7 +251,9 @@ def kernels() -> str:
     rows = ["| kernel | file | own forms for | |", "|---|---|---|---|"]
     for name, each in sorted(found.items()):
         place = each.__module__.removeprefix("semantide.").replace(".", "/")
-        rows.append(f"| `{name}` | `{place}.py` | {', '.join(sorted(each.registry))} | {_cell((each.__doc__ or '').split(chr(10) + chr(10))[0]).replace('``', '`')} |")
+        rows.append(
+            f"| `{name}` | `{place}.py` | {', '.join(sorted(each.registry))} | {_cell((each.__doc__ or '').split(chr(10) + chr(10))[0]).replace('``', '`')} |"
+        )
     return "\n".join(rows)
 
 

@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from semantide.operators.resources import NPUJob, NPUService
+from semantide.operators.settings import OperatorSettings
 from semantide.services.commandline.main import app
 from semantide.services.commandline.overrides import config_of
 from semantide.services.reward.recipes import recipe as reward_recipe
@@ -59,6 +60,20 @@ def semantide(command: Command) -> None:
         reward_recipe(recipe, config)
     elif command.words[1] == "tokenize":
         tokenizer_recipe(recipe)
+
+
+def inline(words: str) -> None:
+    """A command within a sentence: its verb and its options are there. Arguments may be left out, options may lack their value."""
+    group: Any = typer.main.get_command(app)
+    rest = words.split()[1:]
+    while hasattr(group, "commands"):
+        if not rest or not rest[0].islower():
+            return  # VERB, or the program by itself
+        assert rest[0] in group.commands, f"`{words}`: there is no such verb"
+        group = group.commands[rest.pop(0)]
+    known = {option for parameter in group.params for option in (*parameter.opts, *getattr(parameter, "secondary_opts", ()))} | {"--help"}
+    for option in re.findall(r"(?<=\s)--[a-z-]+", words):
+        assert option in known, f"`{words}`: no such option {option}"
 
 
 def make(command: Command) -> None:
@@ -125,8 +140,8 @@ def curl(command: Command, document: Mapping[str, Any]) -> None:
     bodies = value_of(command.words, "-d", "--data")
     method = (value_of(command.words, "-X") or ["post" if bodies else "get"])[0].lower()
     patterns = {each: re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(each)) for each in document["paths"]}
-    route = next((each for each, pattern in patterns.items() if re.fullmatch(pattern, path)), None)
-    assert route is not None and method in document["paths"][route], f"{method.upper()} {path}: no such route"
+    route = next((each for each, pattern in patterns.items() if re.fullmatch(pattern, path) and method in document["paths"][each]), None)
+    assert route is not None, f"{method.upper()} {path}: no such route"
     for body in bodies:
         content = document["paths"][route][method]["requestBody"]["content"]["application/json"]
         jsonschema.validate(json.loads(body), {**content["schema"], "components": document["components"]})
@@ -193,11 +208,25 @@ def metrics() -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
+def variables() -> frozenset[str]:
+    """Environment variables that something reads: settings, and what the code, the compose file or the suites name themselves."""
+    found = {f"SEMANTIDE_{field.upper()}" for field in Settings.model_fields} | {
+        f"SEMANTIDE_OPERATOR_{field.upper()}" for field in OperatorSettings.model_fields
+    }
+    places = [
+        *(path for folder in ("client", "shared", "services", "operators", "tests") for path in (ROOT / folder).rglob("*.py")),
+        ROOT / "docker-compose.yml",
+        ROOT / ".ci" / "run",
+    ]
+    for path in places:
+        found.update(re.findall(r"\bSEMANTIDE_[A-Z_]+[A-Z]\b", path.read_text()))
+    return frozenset(found)
+
+
 def assert_variable(name: str) -> None:
-    """An environment variable of ours is a setting."""
-    if name.startswith("SEMANTIDE_"):
-        known = {f"SEMANTIDE_{field.upper()}" for field in Settings.model_fields} | {"SEMANTIDE_API_KEY"}
-        assert name in known or f'"{name}"' in "".join(path.read_text() for path in (ROOT / "shared").glob("*.py")), f"{name} is no setting"
+    """An environment variable of ours is read by somebody."""
+    assert not name.startswith("SEMANTIDE_") or name in variables(), f"nothing reads {name}"
 
 
 def load(name: str, path: Path) -> ModuleType:

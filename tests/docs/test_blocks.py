@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from . import checks
-from .blocks import ROOT, Block, Command, all_blocks, commands, logical_lines, script
+from .blocks import PAGES, ROOT, Block, Command, all_blocks, commands, logical_lines, script
 from .running import CHECKED_ALONE, PLAIN, RUN, why_not_run
 
 BLOCKS = all_blocks()
@@ -103,6 +103,17 @@ def test_commands_are_right(check: str) -> None:
     assert found
     for command in found:
         getattr(checks, check)(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_and_variables_within_sentences_are_right(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for words in re.findall(r"`((?:\.venv/bin/)?semantide [^`]+)`", text):
+        checks.inline(words)
+    for target in re.findall(r"`make ([a-z-]+)[^`]*`", text):
+        checks.make(Command(("make", target), target))
+    for name in re.findall(r"`(SEMANTIDE_[A-Z_]+[A-Z])(?:=[^`]*)?`", text):
+        checks.assert_variable(name)
 
 
 def test_charts_of_helm_s_blocks_render(lint: ModuleType, files: Path) -> None:
