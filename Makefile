@@ -58,7 +58,7 @@ test-docs: native  ## Every command of the documentation against a real stack, o
 	$(BIN)/python -m pytest -m docs -rs --timeout 1800 tests/docs
 
 docs: install  ## The documentation as a site, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: install  ## ruff, mypy, import-linter, chart lint, licences, the site
 	$(BIN)/ruff check .

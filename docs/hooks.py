@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import reference  # beside this file; mkdocs puts its folder on the path
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,3 +45,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"{words} (`{place}`)"
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", lead, markdown)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """A page asks no other site for anything.
+
+    Raises: PluginError.
+    """
+    asked = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?://[^\"\s>]+)", output)
+    if asked:
+        raise PluginError(f"{page.file.src_uri} would ask other sites for {', '.join(asked)}: keep the file in docs/")
+    return output
