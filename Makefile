@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := client kernels shared services operators
 
-.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose check format types bench up down compose-up compose-down demo-compose image clean
+.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose test-docs docs check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX),) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@ $(VENV)/.native
 
 native: $(VENV)/.native  ## Build the C++ kernels in place (again, after a change of theirs)
@@ -42,7 +42,7 @@ fuzz: native  ## More than 10,000 requests that nobody thought of, to every rout
 	SEMANTIDE_FUZZ_REQUESTS=$(or $(REQUESTS),12000) $(BIN)/python -m pytest -s --timeout 7200 tests/serving/test_fuzz.py
 
 test-all: native  ## The tests, slow ones too
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose and not browser'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose and not browser and not docs'
 
 test-cluster: native  ## The operator and the chart on a real control plane, training and serving in pods (root on Debian; the first time ten minutes more); NODES=1: lost nodes and upgrades too (NODES=only: nothing else)
 	$(BIN)/python tests/cluster/binaries.py || test $$? = 2  # where this machine cannot build them, what wants them is passed over and says so
@@ -54,13 +54,20 @@ test-browser: native  ## The console in a real browser (Debian: apt-get install 
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose
 
-check: install  ## ruff, mypy, import-linter, chart lint, licences
+test-docs: native  ## Every command of the documentation against a real stack, on small data
+	$(BIN)/python -m pytest -m docs -rs --timeout 1800 tests/docs
+
+docs: install  ## The documentation as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+check: install  ## ruff, mypy, import-linter, chart lint, licences, the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory types
 	$(BIN)/lint-imports
 	$(BIN)/python tests/charts/lint.py
 	$(BIN)/python tests/licences.py --check
+	$(MAKE) --no-print-directory docs
 
 format: install  ## Let ruff lay the code out
 	$(BIN)/ruff check --fix .
@@ -111,6 +118,6 @@ image:  ## Build the images semantide:local and semantide-operator:local, and bi
 	docker build --build-arg TORCH_INDEX="$(TORCH_INDEX)" --target sbom --output bill .
 
 clean:  ## Remove what was built (not .semantide, which holds your data)
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(VENV) .demo
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(VENV) .demo
 	rm -f kernels/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

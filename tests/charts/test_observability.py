@@ -93,12 +93,27 @@ def test_alerts_say_what_to_do() -> None:
             assert len(rule["annotations"]["description"]) > 40 and rule["annotations"]["summary"], rule["alert"]
 
 
+def test_each_alert_has_a_runbook_that_it_leads_to() -> None:
+    """A section of docs/runbooks.md per alert, none for others, and in each what to look at and what to do."""
+    rules = [rule for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+    page = (REPOSITORY / "docs" / "runbooks.md").read_text()
+    sections = dict(re.findall(r"^### (Semantide\w+)\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    assert list(sections) and set(sections) == {rule["alert"] for rule in rules}
+    for rule in rules:
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+        text = sections[rule["alert"]]
+        assert "**Look**" in text and "**Do**" in text, f"{rule['alert']}: say what to look at and what to do"
+
+
 METRICS = ("--set", "metricsEnabled=true,serviceMonitorEnabled=true,prometheusRuleEnabled=true,grafanaDashboardEnabled=true,metricsNamespaces.monitoring=true")
 
 
 def test_alerts_and_dashboard_arrive_as_they_are(render: Render) -> None:
     manifests = render("", *METRICS)
     assert of_kind(manifests, "PrometheusRule")["shop-semantide"]["spec"] == yaml.safe_load((FILES / "alerts.yaml").read_text())
+    served = render("", *METRICS, "--set", "prometheusRuleRunbooks=https://docs.example.com/")
+    links = [rule["annotations"]["runbook_url"] for group in of_kind(served, "PrometheusRule")["shop-semantide"]["spec"]["groups"] for rule in group["rules"]]
+    assert links and all(link.startswith("https://docs.example.com/runbooks.html#semantide") for link in links)
     board = of_kind(manifests, "ConfigMap")["shop-semantide-dashboard"]
     assert json.loads(board["data"]["semantide.json"]) == json.loads((FILES / "dashboard.json").read_text())
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"

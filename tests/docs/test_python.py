@@ -1,6 +1,7 @@
-"""Every block of docs/client.md runs against the real routes."""
+"""Every Python block of the documentation runs, in order, page by page, against the real routes."""
 
-import re
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,14 @@ from semantide.shared.jobs import JobOutcome, Jobs
 from semantide.shared.recommendation import RecommendationAnswer, RecommendationRequest, RecommendedItem, Timing
 from semantide.shared.server import Server
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "client.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+from .blocks import PAGES, blocks_of
+
+PYTHON = {page: found for page in PAGES if (found := [block for block in blocks_of(page) if block.language == "python"])}
+# What a page's blocks must have said, where they say something.
+SAID = {
+    "client.md": ("[('b-2', -1.0)] r", "send interactions 5000 None rows", "5000 0 ()", "succeeded 1", "[1, 1, 1]", "404 NotFound"),
+    "start.md": ("b-2 -1.0 [1]",),
+}
 
 
 @pytest.fixture
@@ -54,11 +61,12 @@ def stack(make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> I
         thread.join(60)
 
 
-def test_every_block_runs_as_it_stands(stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(BLOCKS) == PAGE.count("```python")
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.stem)
+def test_every_block_runs_as_it_stands(page: Path, stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    for number, block in enumerate(BLOCKS):
-        exec(compile(block, f"docs/client.md, block {number}", "exec"), {"__name__": "block"})
+    names: dict[str, Any] = {"__name__": "block"}
+    for block in PYTHON[page]:
+        exec(compile(block.text, str(block), "exec"), names)
     said = capsys.readouterr().out
-    for part in ("[('b-2', -1.0)] r", "send interactions 5000 None rows", "5000 0 ()", "succeeded 1", "[1, 1, 1]", "404 NotFound"):
+    for part in SAID.get(page.name, ()):
         assert part in said, (part, said)
