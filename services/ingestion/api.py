@@ -103,14 +103,15 @@ class Intake:
             )
 
     def put(self, kind: Kind, table: pa.Table) -> None:
-        """Add one entry and return when it is on the broker's disk.
+        """Add one entry and return when it is on the broker's disk, and on those of as many replicas as are asked for.
 
         Raises: TransientError where the broker cannot make it durable.
         """
+        replicas = self.room.settings.broker_replicas
         pipe = self._redis.pipeline(transaction=False)
         pipe.xadd(STREAM, encode(kind, table))
         if self._waits_for_disk:
-            pipe.execute_command("WAITAOF", 1, 0, _FSYNC_MS)
+            pipe.execute_command("WAITAOF", 1, replicas, _FSYNC_MS)
         answers = pipe.execute(raise_on_error=False)
         if isinstance(answers[0], Exception):
             raise TransientError(f"the broker did not take the rows ({answers[0]}): try again") from answers[0]
@@ -125,6 +126,10 @@ class Intake:
             raise TransientError(f"the broker keeps no append-only file ({answers[1]}), so accepted rows would not survive it: start it with appendonly yes")
         if isinstance(answers[1], Exception) or not answers[1] or not answers[1][0]:
             raise TransientError(f"the broker did not write the rows to its disk within {_FSYNC_MS} ms: send them again, repeated rows are recognised")
+        if answers[1][1] < replicas:
+            raise TransientError(
+                f"{answers[1][1]} of the broker's replicas wrote the rows to their disks within {_FSYNC_MS} ms, and SEMANTIDE_BROKER_REPLICAS asks for {replicas}: send them again, repeated rows are recognised"
+            )
 
     def interactions(self, raws: Sequence[Any]) -> tuple[int, list[Rejection]]:
         """Check, store durably; how many were accepted and why the others were not."""
