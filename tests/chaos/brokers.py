@@ -78,8 +78,8 @@ class Brokers:
         with Redis(port=self.primary(), password=_PASSWORD, socket_timeout=1.0) as client:
             if int(client.info("replication")["connected_slaves"]) < 2:
                 return False
-        known = [sentinel.sentinel_master(_NAME)["num-other-sentinels"] for sentinel in self._asked.sentinels]
-        return min(known) >= 2
+        known = [dict(sentinel.sentinel_master(_NAME)) for sentinel in self._asked.sentinels]  # type: ignore[arg-type]
+        return min(int(each["num-other-sentinels"]) for each in known) >= 2
 
     def wait_whole(self, seconds: float = 60.0) -> None:
         """Return when both replicas follow the primary."""
@@ -93,6 +93,10 @@ class Brokers:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no primary with two replicas within {seconds:.0f} s: see {self._folder}")
             time.sleep(0.2)
+
+    def fail_over(self) -> None:
+        """Ask the sentinels to put a replica in the primary's place."""
+        self._asked.sentinels[0].sentinel_failover(_NAME)
 
     def kill_primary(self) -> Callable[[], None]:
         """Kill it with SIGKILL; what starts it again, as somebody's supervisor would."""

@@ -34,7 +34,7 @@ from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.version import code_version
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from machine import machine  # noqa: E402
+from machine import machine
 
 RECOVERED_SECONDS = 180.0  # after which a run counts as one that did not recover
 REWARD_WORDS = "a reward job got inputs"
@@ -122,8 +122,8 @@ class Campaign:
         mark = 0
         while time.monotonic() < begin + RECOVERED_SECONDS:
             now = time.monotonic() - begin
-            if "answers" not in found and crowd.asker.was_served(begin) and crowd.visitor.was_served(begin):
-                found["answers"] = max(_first(crowd.asker.served, begin), _first(crowd.visitor.served, begin)) - begin
+            if "answers" not in found and all(load.was_served(begin) for load in (crowd.asker, *crowd.visitors)):
+                found["answers"] = max(_first(load.served, begin) for load in (crowd.asker, *crowd.visitors)) - begin
             if not mark and crowd.sender.was_served(begin):
                 mark = crowd.accepted()
             if mark and "events" not in found:
@@ -239,7 +239,9 @@ def table(runs: list[Run]) -> list[str]:
         worst = max(these, key=lambda run: run.slowest)
         part = max(worst.recovery, key=lambda name: worst.recovery[name], default="")
         wrong = sum(bool(run.problems) for run in these)
-        lines.append(f"{kind:<28} {len(these):>5} {wrong:>6} {statistics.median(run.slowest for run in these):>15.1f} s {worst.slowest:>6.1f} s   {part} (run {worst.number})")
+        lines.append(
+            f"{kind:<28} {len(these):>5} {wrong:>6} {statistics.median(run.slowest for run in these):>15.1f} s {worst.slowest:>6.1f} s   {part} (run {worst.number})"
+        )
     return lines
 
 
@@ -289,11 +291,24 @@ def main() -> int:
     if options.json:
         passed_over = sorted({run.kind for run in runs if run.passed_over})
         setting = {"seed": options.seed, "told": told, "problems": problems, "passed_over": passed_over}
-        print(json.dumps({"benchmark": "chaos", "commit": code_version(), "machine": machine(), "setting": setting, "measures": found, "faults": [vars(run) for run in runs]}))
+        print(
+            json.dumps(
+                {
+                    "benchmark": "chaos",
+                    "commit": code_version(),
+                    "machine": machine(),
+                    "setting": setting,
+                    "measures": found,
+                    "faults": [vars(run) for run in runs],
+                }
+            )
+        )
     else:
         print("", *by_kind, "", sep="\n")
         for measure, entry in found.items():
-            print(f"{measure:<18} {entry['value']:>10,} {entry['unit']:<38} {'at most' if entry['better'] == 'lower' else 'at least'} {entry.get('at_least', '-')}")
+            print(
+                f"{measure:<18} {entry['value']:>10,} {entry['unit']:<38} {'at most' if entry['better'] == 'lower' else 'at least'} {entry.get('at_least', '-')}"
+            )
         print("instead of answers:", ", ".join(f"{words} {count:,}" for words, count in sorted(told.items())) or "nothing")
         print(*(f"PROBLEM: {problem}" for problem in problems), sep="\n")
     return 1 if total.lost or found["doubled"]["value"] or found["wrong"]["value"] else 0

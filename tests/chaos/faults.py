@@ -264,7 +264,9 @@ class TwoStacks(Fault):
     def problems(self, ground: Ground) -> list[str]:
         """It must have ended with status 1, and these words."""
         status, said = self._found
-        return [] if status == 1 and self._words in said and "Traceback" not in said else [f"a second stack ended with status {status} and said {said[-500:]!r}"]
+        return (
+            [] if status == 1 and self._words in said and "Traceback" not in said else [f"a second stack ended with status {status} and said {said[-500:]!r}"]
+        )
 
 
 class ModelDamaged(Fault):

@@ -242,7 +242,12 @@ def _fill(ground: Ground) -> None:
         titles = {f"item-{n}": f"{words[n % 10]} {words[n // 6 % 10]} thing {n}" for n in range(NUM_ITEMS)}
         client.post("/v1/items", {"items": [{"id": item, "title": title, "categories": [title.split()[0]]} for item, title in titles.items()]})
         rows = [
-            {"user": f"user-{user}", "item": f"item-{(user * 7 + step + step * user % 3) % NUM_ITEMS}", "time": START_MS + user * 1000 + step, "action": "click"}
+            {
+                "user": f"user-{user}",
+                "item": f"item-{(user * 7 + step + step * user % 3) % NUM_ITEMS}",
+                "time": START_MS + user * 1000 + step,
+                "action": "click",
+            }
             for user in range(NUM_USERS)
             for step in range(6 + user % 6)
         ]

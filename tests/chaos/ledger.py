@@ -57,4 +57,3 @@ def histories_that_differ(accepted: Sequence[Event], found: dict[str, list[tuple
             missing, more = len(set(expected) - set(history)), len(history) - len(set(history))
             wrong.append(f"{user}: {len(history)} of {len(expected)} events online, {missing} missing, {more} twice")
     return wrong
-

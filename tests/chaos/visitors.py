@@ -16,7 +16,7 @@ from semantide.client import StackError
 from semantide.shared.errors import TransientError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compose"))
-from load import Asker, Load, Sender  # noqa: E402
+from load import Asker, Load, Sender
 
 ITEMS = tuple(f"item-{n}" for n in range(NUM_ITEMS))
 QUESTIONS: tuple[dict[str, Any], ...] = tuple({"history": [f"item-{(5 * n + step) % NUM_ITEMS}" for step in range(5)], "n": 10} for n in range(8))
@@ -32,12 +32,13 @@ class Visitor(Load):
     pause_seconds: float = 0.1
     sent: list[dict[str, Any]] = field(default_factory=list)  # feedback that was accepted
     number: int = 0
+    step: int = 1  # how many visitors share the numbers
 
     def run(self) -> None:
         """Until told to end."""
         while not self.ended.is_set():
             self._visit(f"visitor-{self.number % self.users}")
-            self.number += 1
+            self.number += self.step
             time.sleep(self.pause_seconds)
 
     def _visit(self, user: str) -> None:
@@ -55,7 +56,9 @@ class Visitor(Load):
         self.served.append(time.monotonic())
         moment = _FEEDBACK_MS + self.number * 1000
         told = {"user": user, "request_id": answer["request_id"]}
-        events = [{**told, "item": item, "time": moment + place, "action": "exposure", "event_id": f"seen-{self.number}-{place}"} for place, item in enumerate(items)]
+        events = [
+            {**told, "item": item, "time": moment + place, "action": "exposure", "event_id": f"seen-{self.number}-{place}"} for place, item in enumerate(items)
+        ]
         events.append({**told, "item": items[self.number % _WANTED], "time": moment + _WANTED, "action": "click", "event_id": f"clicked-{self.number}"})
         while True:
             try:
@@ -76,7 +79,7 @@ class Crowd:
 
     sender: Sender
     asker: Asker
-    visitor: Visitor
+    visitors: list[Visitor]
 
     @classmethod
     def of(cls, ground: Ground) -> Crowd:
@@ -84,23 +87,23 @@ class Crowd:
         return cls(
             Sender(ground.client(), list(ITEMS), batch=10, pause_seconds=0.1, repeat_every=10),
             Asker(ground.client(), list(QUESTIONS)),
-            Visitor(ground.client()),
+            [Visitor(ground.client())],
         )
 
     @property
     def members(self) -> tuple[Load, ...]:
         """Each one."""
-        return self.sender, self.asker, self.visitor
+        return self.sender, self.asker, *self.visitors
 
     def accepted(self) -> int:
         """Events that were answered 202."""
-        return self.sender.accepted + len(self.visitor.sent)
+        return self.sender.accepted + sum(len(visitor.sent) for visitor in self.visitors)
 
     def events(self) -> Iterator[tuple[str, str, int, str]]:
         """(user, item, time, action) of all accepted events, once nobody sends any more."""
         refused = set(self.sender.refused)
         batches = [self.sender.rows(number) for number in range(self.sender.number) if number not in refused]
-        for rows in (*batches, self.visitor.sent):
+        for rows in (*batches, *(visitor.sent for visitor in self.visitors)):
             for row in rows:
                 yield row["user"], row["item"], row["time"], row["action"]
 
