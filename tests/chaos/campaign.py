@@ -139,7 +139,7 @@ class Campaign:
                 before = before or record
             if {"answers", "events", "processes"} <= set(found) and (job is None or "job" in found):
                 return
-            time.sleep(0.05)
+            time.sleep(0.1)
         run.problems.append(f"not recovered within {RECOVERED_SECONDS:.0f} s: only {found or 'nothing'}")
 
     def _settle(self, run: Run, fault: Fault, spec: JobSpec, job: JobRecord) -> None:
@@ -149,9 +149,10 @@ class Campaign:
             if record.state != "failed" or REWARD_WORDS not in (record.error or ""):
                 run.problems.append(f"a job without inputs {record.state}: {record.error}")
             return
-        if fault.outcome == "failed":
-            # One that had ended before it could be met has nothing to say.
-            if record.state == "failed" and fault.words not in (record.error or "").lower():
+        if fault.fails == "must" and record.state != "failed":
+            run.problems.append(f"{record.id} {record.state}, and had to fail")
+        if fault.fails != "never" and record.state == "failed":
+            if fault.words not in (record.error or "").lower():
                 run.problems.append(f"{record.id} failed without a word of {fault.words!r}: {record.error}")
             fault.relieve(self.ground)
             record = self.ground.ended(self.ground.submit(spec).id)

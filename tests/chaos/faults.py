@@ -26,7 +26,7 @@ class Fault:
     room = ""
     lasts = (0.0, 0.0)
     failover = False
-    outcome = "succeeded"  # of the job; where it fails, ``words`` are in its error, and the same job must then succeed
+    fails = "never"  # the job; where it ``may`` or ``must``, ``words`` are in its error, and the same job then succeeds
     words = ""
 
     def missing(self, ground: Ground) -> str:
@@ -107,7 +107,7 @@ class JobKilled(Fault):
 class MemoryBounded(Fault):
     """A job gets no more memory from the system (RLIMIT_AS): it fails, says so, and succeeds once there is some."""
 
-    room, outcome, words = "training", "failed", "memory"
+    room, fails, words = "training", "may", "memory"
 
     def strike(self, ground: Ground, chance: random.Random) -> None:
         """Bound its address space at what it has."""
@@ -146,7 +146,7 @@ class MemoryTaken(Fault):
 class DiskFull(Fault):
     """No byte is left on the stack's disk for some seconds."""
 
-    room, lasts = "training", (2.0, 6.0)
+    room, fails, words, lasts = "training", "may", "no space left", (2.0, 6.0)
 
     def missing(self, ground: Ground) -> str:
         """It takes a disk of one's own."""
@@ -298,7 +298,7 @@ class ModelDamaged(Fault):
 class DatasetDamaged(Fault):
     """Bytes of a data set change before a job reads it: the job must fail and name the file; with the file right, it succeeds."""
 
-    room, outcome, words = "tokenization", "failed", "digest"
+    room, fails, words = "tokenization", "must", "digest"
 
     def __init__(self) -> None:
         self._damage: Damage | None = None

@@ -67,6 +67,8 @@ class Ground:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = self.root / "up.log"
         self.tree = ""  # of another version; empty: this one
+        self._probe = httpx.Client(base_url=self.url, timeout=5.0)
+        self._looker = self.client(3.0)
 
     def client(self, timeout_seconds: float = 20.0) -> Client:
         """A client that asks once."""
@@ -150,7 +152,7 @@ class Ground:
         if not expected <= set(self.processes()):
             return False
         try:
-            answer = httpx.get(f"{self.url}/readyz", timeout=5)
+            answer = self._probe.get("/readyz")
             return answer.status_code == 200 and answer.json()["status"] == "ok"
         except (httpx.HTTPError, ValueError):
             return False
@@ -158,8 +160,7 @@ class Ground:
     def look(self, path: str) -> Any:
         """GET, as long as somebody answers; None where nobody does."""
         try:
-            with self.client(3.0) as client:
-                return client.get(path)
+            return self._looker.get(path)
         except (TransientError, StackError):
             return None
 
@@ -173,8 +174,7 @@ class Ground:
 
         def ask() -> JobRecord | None:
             try:
-                with self.client() as client:
-                    return client.submit(spec)
+                return self._looker.submit(spec)
             except (TransientError, StackError):
                 return None
 
@@ -210,6 +210,8 @@ class Ground:
         try:
             self.down()
         finally:
+            self._probe.close()
+            self._looker.close()
             if self.process is not None:
                 self.process.kill()
             if self.brokers is not None:

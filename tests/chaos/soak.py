@@ -41,7 +41,7 @@ _MIB = 1 << 20
 _ROWS = 4000
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch(threading.Thread):
     """Samples of everything that could grow, with the second of each."""
 
