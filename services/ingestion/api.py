@@ -119,6 +119,10 @@ class Intake:
             return
         if isinstance(answers[1], broker_door.ResponseError):
             if "unknown command" in str(answers[1]).lower():
+                if replicas:
+                    raise TransientError(
+                        f"SEMANTIDE_BROKER_REPLICAS is {replicas} and the broker cannot say what its replicas have on disk (WAITAOF): run Redis 7.2 or Valkey, or set it to 0"
+                    )
                 # Older servers have no such command: durability is what their own configuration says.
                 self._waits_for_disk = False
                 _LOG.warning("the broker cannot say when a write is on disk (WAITAOF); run it with appendonly yes and appendfsync always")
