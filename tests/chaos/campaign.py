@@ -37,6 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from machine import machine
 
 RECOVERED_SECONDS = 180.0  # after which a run counts as one that did not recover
+DYING_SECONDS = 1.0
 REWARD_WORDS = "a reward job got inputs"
 
 
@@ -99,8 +100,10 @@ class Campaign:
         fault.strike(self.ground, chance)
         if fault.lasts[1]:
             time.sleep(chance.uniform(*fault.lasts))
+        begin = time.monotonic() if fault.planned else struck
         fault.lift(self.ground)
-        begin = time.monotonic() if fault.lasts[1] else struck
+        if fault.lasts[1] and not fault.planned:
+            begin = time.monotonic()
         self._recover(run, begin, job)
         if job is not None and spec is not None:
             self._settle(run, fault, spec, job)
@@ -130,7 +133,8 @@ class Campaign:
                 stored = self.ground.stored()
                 if stored is not None and stored[0] >= self.base + mark:
                     found["events"] = now
-            if "processes" not in found and self.ground.ready():
+            # What was killed takes a moment to be gone.
+            if "processes" not in found and now > DYING_SECONDS and self.ground.ready():
                 found["processes"] = now
             if job is not None and "job" not in found:
                 record = self.ground.job(job.id)

@@ -26,6 +26,7 @@ class Fault:
     room = ""
     lasts = (0.0, 0.0)
     failover = False
+    planned = False  # lifting it is part of it: recovery counts from before that
     fails = "never"  # the job; where it ``may`` or ``must``, ``words`` are in its error, and the same job then succeeds
     words = ""
 
@@ -249,6 +250,8 @@ class PrimaryKilled(Fault):
 class TwoStacks(Fault):
     """A second stack is started in the first one's folder, or on its port: it must say so and leave the first alone."""
 
+    lasts = (0.1, 0.1)
+
     def __init__(self) -> None:
         self._found = (0, "")
         self._words = ""
@@ -317,7 +320,7 @@ class DatasetDamaged(Fault):
 class VersionChanged(Fault):
     """The stack is stopped, the version before it runs on the same data for a while, and then this one again."""
 
-    lasts = (3.0, 5.0)
+    lasts, planned = (3.0, 5.0), True
 
     def missing(self, ground: Ground) -> str:
         """It takes the repository's history."""

@@ -231,7 +231,7 @@ def specs(inputs: dict[str, str]) -> dict[str, JobSpec]:
     dataset, both = ({name: inputs[name] for name in names if name in inputs} for names in (("dataset",), ("dataset", "catalog")))
     return {
         "tokenization": JobSpec(kind="tokenize", config={"level_sizes": [8, 8, 8]}, inputs=dataset, seed=1),
-        "training": JobSpec(kind="train", recipe="tiny", config={"epochs": 3, "patience": 100, "log_every": 1}, inputs=both, seed=1),
+        "training": JobSpec(kind="train", recipe="tiny", config={"epochs": 1, "patience": 100, "log_every": 1}, inputs=both, seed=1),
         "negatives": JobSpec(kind="negatives", inputs={name: inputs[name] for name in ("dataset", "catalog", "model") if name in inputs}, seed=1),
         "reward": JobSpec(kind="reward"),
     }
