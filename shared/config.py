@@ -20,7 +20,9 @@ class Settings(BaseSettings):
     data_dir: Path = Path(".semantide")
     """Folder of everything this stack keeps: events, artifacts, checkpoints, broker files."""
     redis_url: str = Field(default="", validation_alias=AliasChoices("SEMANTIDE_REDIS_URL", "REDIS_URL", "redis_url"))
-    """Broker address, redis://[:password@]host:port/db. Empty: ``semantide up`` starts one of its own."""
+    """Broker address, redis://[:password@]host:port/db, or redis+sentinel://[:password@]host:port,host:port/NAME/db where sentinels watch it. Empty: ``semantide up`` starts one of its own."""
+    broker_replicas: int = Field(default=0, ge=0)
+    """Replicas of the broker on whose disks accepted rows must be before they are answered 202, so that a failover loses none, servers."""
     artifacts_url: str = ""
     """Root of the artifact store, any fsspec URL (s3://bucket/prefix). Empty: ``data_dir``/artifacts."""
     host: str = "127.0.0.1"

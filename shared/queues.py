@@ -100,7 +100,10 @@ class Queues:
 
     def __init__(self, redis_url: str) -> None:
         self.redis_url = redis_url
-        self.app = Celery("semantide", broker=redis_url)
+        found = broker_door.watched(redis_url)
+        # With sentinels Celery asks them again whenever it has lost the server.
+        named = {} if found is None else {"master_name": found.name, "sentinel_kwargs": {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}}
+        self.app = Celery("semantide", broker=redis_url if found is None else found.queue_urls)
         self.app.conf.update(
             task_acks_late=True,
             task_reject_on_worker_lost=True,
@@ -115,7 +118,12 @@ class Queues:
             accept_content=["json"],
             broker_connection_retry_on_startup=True,
             broker_connection_max_retries=None,
-            broker_transport_options={"visibility_timeout": VISIBILITY_SECONDS, "socket_keepalive": True, "global_keyprefix": "semantide:queue:"},
+            broker_transport_options={
+                "visibility_timeout": VISIBILITY_SECONDS,
+                "socket_keepalive": True,
+                "global_keyprefix": "semantide:queue:",
+                **named,
+            },
             task_create_missing_queues=True,
         )
 

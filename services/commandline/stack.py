@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -147,6 +148,7 @@ class Stack:
         self._broker: broker.OwnBroker | None = None
         self.children: list[Child] = []
         self._environment: dict[str, str] = {}
+        self._unwritten = False  # what was started again is not noted yet
 
     def start(self) -> None:
         """Bring everything up; returns when the APIs answer.
@@ -234,38 +236,51 @@ class Stack:
 
     def watch(self) -> None:
         """Restart what dies, until ``end`` is called."""
+        cause = ""
         while not self._ending.wait(0.5):
-            changed = False
-            if self._broker is not None and self._broker.process is not None and self._broker.process.poll() is not None:
-                self._say("the broker ended; starting it again")
-                try:
-                    self._broker.start()
-                    changed = True
-                except Exception as error:
-                    self._say(f"the broker did not start: {error}")
-                    self._ending.wait(2)
-            for child in self.children:
-                changed |= self._revive(child)
-            if changed:
-                self._write_state(self._environment["SEMANTIDE_REDIS_URL"])
+            try:
+                self._revive_broker()
+                for child in self.children:
+                    self._revive(child)
+                if self._unwritten:
+                    self._write_state(self._environment["SEMANTIDE_REDIS_URL"])
+                    self._unwritten = False
+                cause = ""
+            except OSError as error:
+                # A full disk keeps us from noting what was started: no reason to end what goes on.
+                if str(error) != cause:
+                    cause = str(error)
+                    self._tell(f"{error}; trying again")
 
-    def _revive(self, child: Child) -> bool:
-        if self._ending.is_set():
-            return False
+    def _tell(self, text: str) -> None:
+        with suppress(OSError):  # where our words go there may be no room either
+            self._say(text)
+
+    def _revive_broker(self) -> None:
+        if self._broker is None or self._broker.process is None or self._broker.process.poll() is None:
+            return
+        self._tell("the broker ended; starting it again")
+        try:
+            self._broker.start()
+            self._unwritten = True
+        except Exception as error:
+            self._tell(f"the broker did not start: {error}")
+            self._ending.wait(2)
+
+    def _revive(self, child: Child) -> None:
         now = time.monotonic()
         if child.process is not None:
             status = child.process.poll()
-            if status is None:
-                return False
+            if status is None or self._ending.is_set():
+                return
             child.close()
             child.process = None
             child.failures = 0 if now - child.started > _STABLE_SECONDS else child.failures + 1
             child.next_start = now + min(30.0, 0.5 * 2**child.failures) if child.failures else now
-            self._say(f"{child.name} ended with status {status}; starting it again (log: {child.log})")
+            self._tell(f"{child.name} ended with status {status}; starting it again (log: {child.log})")
         if now >= child.next_start and not self._ending.is_set():
             child.start(self._environment)
-            return True
-        return False
+            self._unwritten = True
 
     def end(self) -> None:
         """Stop watching; safe in a signal handler."""

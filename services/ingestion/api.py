@@ -97,14 +97,15 @@ class Intake:
             )
 
     def put(self, kind: Kind, table: pa.Table) -> None:
-        """Add one entry and return when it is on the broker's disk.
+        """Add one entry and return when it is on the broker's disk, and on those of as many replicas as are asked for.
 
         Raises: TransientError where the broker cannot make it durable.
         """
+        replicas = self.room.settings.broker_replicas
         pipe = self._redis.pipeline(transaction=False)
         pipe.xadd(STREAM, encode(kind, table))
         if self._waits_for_disk:
-            pipe.execute_command("WAITAOF", 1, 0, _FSYNC_MS)
+            pipe.execute_command("WAITAOF", 1, replicas, _FSYNC_MS)
         answers = pipe.execute(raise_on_error=False)
         if isinstance(answers[0], Exception):
             raise TransientError(f"the broker did not take the rows ({answers[0]}): try again") from answers[0]
@@ -112,6 +113,10 @@ class Intake:
             return
         if isinstance(answers[1], broker_door.ResponseError):
             if "unknown command" in str(answers[1]).lower():
+                if replicas:
+                    raise TransientError(
+                        f"SEMANTIDE_BROKER_REPLICAS is {replicas} and the broker cannot say what its replicas have on disk (WAITAOF): run Redis 7.2 or Valkey, or set it to 0"
+                    )
                 # Older servers have no such command: durability is what their own configuration says.
                 self._waits_for_disk = False
                 _LOG.warning("the broker cannot say when a write is on disk (WAITAOF); run it with appendonly yes and appendfsync always")
@@ -119,6 +124,10 @@ class Intake:
             raise TransientError(f"the broker keeps no append-only file ({answers[1]}), so accepted rows would not survive it: start it with appendonly yes")
         if isinstance(answers[1], Exception) or not answers[1] or not answers[1][0]:
             raise TransientError(f"the broker did not write the rows to its disk within {_FSYNC_MS} ms: send them again, repeated rows are recognised")
+        if answers[1][1] < replicas:
+            raise TransientError(
+                f"{answers[1][1]} of the broker's replicas wrote the rows to their disks within {_FSYNC_MS} ms, and SEMANTIDE_BROKER_REPLICAS asks for {replicas}: send them again, repeated rows are recognised"
+            )
 
     def interactions(self, raws: Sequence[Any]) -> tuple[int, list[Rejection]]:
         """Check, store durably; how many were accepted and why the others were not."""

@@ -1,11 +1,22 @@
-"""A thread that calls one function again and again until it is told to stop."""
+"""A thread that calls one function again and again until it is told to stop; and how long it waits before it tries again what failed."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
+from semantide.shared.errors import Corrupt, NotFound, PermanentError
 from semantide.shared.telemetry import logger
+
+_PASSING_SECONDS = 5.0
+_MENDED_SECONDS = 15.0  # to look through a large file again takes seconds
+
+
+def seconds_until_next(error: Exception) -> float | None:
+    """When to load again what could not be loaded; None where that changes nothing. Files that are missing or damaged may be brought back."""
+    if isinstance(error, (Corrupt, NotFound)):
+        return _MENDED_SECONDS
+    return None if isinstance(error, PermanentError) else _PASSING_SECONDS
 
 
 class Poller:

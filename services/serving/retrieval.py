@@ -20,10 +20,11 @@ import torch
 
 from semantide.kernels.device import best_device
 from semantide.services.serving.bundle import Bundle, Unavailable
+from semantide.services.serving.poller import seconds_until_next
 from semantide.services.serving.profile import Reading, TimedEvent, profile_of, reading_of
 from semantide.services.serving.registry import Registry
 from semantide.shared.artifacts import ArtifactStore
-from semantide.shared.errors import Corrupt, PermanentError
+from semantide.shared.errors import Corrupt
 from semantide.shared.models.retriever import Retriever
 from semantide.shared.models.retriever_search import ExactSearch
 from semantide.shared.table_snapshots import TableSnapshot
@@ -32,7 +33,6 @@ from semantide.shared.telemetry import logger
 TimedEvents = Sequence[TimedEvent]
 
 _FUSION = 60  # places from the top that count about alike when lists are joined; Cormack et al., Reciprocal rank fusion, SIGIR 2009
-_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class RetrieverWatch:
                     self._current = prepared if prepared is not None and prepared.ref == wanted else LoadedRetriever.load(self._store, wanted, self._current)
                     self.error = None
                 except Exception as error:
-                    if not isinstance(error, PermanentError):
-                        self._retry_at = self._clock() + _RETRY_SECONDS
+                    if (pause := seconds_until_next(error)) is not None:
+                        self._retry_at = self._clock() + pause
                     self.error = f"{type(error).__name__}: {error}"
                     logger("serving").error("retriever cannot be loaded, the present one goes on", model=wanted, error=str(error), exc_info=True)
             self._prepared, self._seen_version = None, version

@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from semantide.services.serving.bundle import Bundle, Unavailable
+from semantide.services.serving.poller import seconds_until_next
 from semantide.services.serving.registry import Registry
 from semantide.services.serving.registry_state import Pair, Split
 from semantide.services.serving.variants import Lineup
 from semantide.shared.availability import Availability
-from semantide.shared.errors import PermanentError
 from semantide.shared.telemetry import logger
-
-_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,8 @@ class Swapper:
         try:
             return self._held().get(pair) or self._load(pair)
         except Exception as error:
-            if not isinstance(error, PermanentError):
-                self._retry_at = self._clock() + _RETRY_SECONDS
+            if (pause := seconds_until_next(error)) is not None:
+                self._retry_at = self._clock() + pause
             self._log.error("model cannot be loaded, the present one goes on", model=pair.model, catalog=pair.catalog, error=str(error), exc_info=True)
             self._on_swap("refused")
             return f"{type(error).__name__}: {error}"

@@ -1,11 +1,13 @@
 """``semantide up`` as a user runs it: real processes on real ports."""
 
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +80,13 @@ def alive(pids: list[int]) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return living
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
 
 
 def wait_gone(pids: list[int], seconds: float = 30) -> None:
@@ -163,6 +172,46 @@ def test_every_worker_of_a_stack_has_a_metrics_port_of_its_own(tmp_path: Path, m
         assert any("127.0.0.1:9103/metrics" in where for _, where, _ in stack.places())
     finally:
         stack.stop()
+
+
+def test_a_disk_without_room_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what cannot be noted nor what cannot be said ends what goes on; once there is room, what was started again is noted."""
+    said: list[str] = []
+    full = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    noted = Stack._write_state
+
+    def write_state(stack: Stack, redis_url: str) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        noted(stack, redis_url)
+
+    monkeypatch.setattr(Stack, "_write_state", write_state)
+    stack = Stack(Settings(data_dir=tmp_path, port=free_port()), say)
+    stack.children = [Child("sleeper", [sys.executable, "-c", "input()"], tmp_path / "sleeper.log")]
+    stack._environment = {**os.environ, "SEMANTIDE_REDIS_URL": "redis://127.0.0.1:1/0"}
+    stack.children[0].start(stack._environment)
+    watching = threading.Thread(target=stack.watch)
+    try:
+        full.set()
+        watching.start()
+        first = stack.children[0].process
+        assert first is not None
+        first.kill()
+        until(lambda: any("No space left" in text for text in said))
+        assert watching.is_alive() and not (tmp_path / "stack.json").exists()
+        full.clear()
+        until(lambda: (tmp_path / "stack.json").exists())
+        second = json.loads((tmp_path / "stack.json").read_text())["processes"]["sleeper"]
+        assert alive([second]) and second != first.pid
+    finally:
+        stack.stop()
+        watching.join(60)
 
 
 def test_a_taken_port_is_said_before_anything_starts(up: Callable[..., Up]) -> None:

@@ -15,7 +15,7 @@ from semantide.services.serving.service import load_and_warm
 from semantide.services.serving.swap import Swapper
 from semantide.shared.catalog import Lineages
 from semantide.shared.contracts import CatalogReady, ModelTrained
-from semantide.shared.errors import Conflict, Corrupt, TransientError
+from semantide.shared.errors import Conflict, Corrupt, NotFound, TransientError
 
 from .world import DIGEST, Reply, Server, make_catalog, post, storm, wait_until
 
@@ -163,6 +163,40 @@ def test_a_passing_fault_is_tried_again(world):
     now[0] = 6.0
     swapper.poll()
     assert swapper.bundle is not None and swapper.status.error is None
+
+
+@pytest.mark.parametrize("fault", [Corrupt("a file does not have its digest"), NotFound("no such artifact")])
+def test_a_file_that_was_put_right_is_loaded_without_a_restart(world, fault):
+    world.live(0)
+    now, faults = [0.0], [fault, None]
+
+    def load(pair):
+        if (found := faults.pop(0)) is not None:
+            raise found
+        return load_and_warm(world.room.store, pair)
+
+    swapper = Swapper(Registry(world.room.broker), load, clock=lambda: now[0])
+    swapper.poll()
+    now[0] = 6.0
+    swapper.poll()  # not at once: to look through a large file again takes a while
+    assert swapper.bundle is None and str(fault) in swapper.status.error
+    now[0] = 16.0
+    swapper.poll()
+    assert swapper.bundle is not None and swapper.status.error is None
+
+
+def test_a_model_that_does_not_fit_is_not_tried_again(world):
+    world.live(0)
+    now, tries = [0.0], []
+
+    def load(pair):
+        tries.append(pair)
+        raise Conflict("made for another tokenizer")
+
+    swapper = Swapper(Registry(world.room.broker), load, clock=lambda: now[0])
+    for now[0] in (0.0, 100.0, 1000.0):
+        swapper.poll()
+    assert len(tries) == 1
 
 
 def test_a_trained_model_becomes_a_candidate_and_is_promoted_when_asked_once(world):
