@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -55,16 +56,21 @@ def look(url: str, key: str, user: str) -> None:
 def walk(source: str, folder: Path, told: Any) -> dict[str, float]:
     """Seconds of each step."""
     seconds: dict[str, float] = {}
+    spent = 0.0
     clone = folder / "semantide"
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith(("SEMANTIDE_", "VIRTUAL_ENV", "PYTHON"))}
     environment |= {"PIP_CACHE_DIR": str(folder / "pip"), "COLUMNS": "160"}
 
     @contextmanager
     def step(name: str) -> Iterator[None]:
+        nonlocal spent
         begin = time.monotonic()
         yield
         seconds[name] = time.monotonic() - begin
-        told(f"{seconds[name]:8.1f} s  {name}")
+        # Of processes that have ended: on a machine with other work this tells what the step itself took.
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before, spent = spent, used.ru_utime + used.ru_stime
+        told(f"{seconds[name]:8.1f} s  {name} ({spent - before:.1f} s of CPU)")
 
     def run(*command: str, **more: str) -> str:
         outcome = subprocess.run(command, cwd=clone, env=environment | more, capture_output=True, text=True, check=False)
