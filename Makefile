@@ -44,7 +44,7 @@ fuzz: native  ## More than 10,000 requests that nobody thought of, to every rout
 test-all: native  ## The tests, slow ones too
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not cluster and not cluster_nodes and not compose and not browser'
 
-test-cluster: native  ## The operator and the chart on a real control plane (root on Debian; the first time ten minutes more); NODES=1: training, serving and upgrades in its pods too (NODES=only: nothing else)
+test-cluster: native  ## The operator and the chart on a real control plane, training and serving in pods (root on Debian; the first time ten minutes more); NODES=1: lost nodes and upgrades too (NODES=only: nothing else)
 	$(BIN)/python tests/cluster/binaries.py || test $$? = 2  # where this machine cannot build them, what wants them is passed over and says so
 	$(BIN)/python -m pytest -m '$(if $(filter only,$(NODES)),cluster_nodes,cluster$(if $(NODES), or cluster_nodes))' --timeout 1800 -rs tests/cluster tests/operators
 

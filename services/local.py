@@ -1,6 +1,7 @@
 """The rooms' process entry: ``python -m semantide.services.local api|worker|job|rank|pod|route ...``.
 
-``api all`` mounts every room in one process for a laptop; ``api ROOM`` and ``worker ROOM`` are what compose and the chart run apart.
+``api all console`` mounts every room and the console in one process for a laptop; ``api all``, ``api ROOM``, ``api console`` and ``worker ROOM`` are what
+compose and the chart run apart.
 The only file that may import several rooms.
 """
 
@@ -55,12 +56,11 @@ def _door(room: str, door: str) -> ModuleType | None:
 def serve(names: list[str], settings: Settings, console: bool = False) -> None:
     """Run the APIs of some rooms on one port, and the console beside them."""
     from semantide.shared import operations_api, stack_meters
-    from semantide.shared.api_keys import api_keys
-    from semantide.shared.http import Server, build_app
+    from semantide.shared.http import build_app
 
-    telemetry.start("api" if len(names) > 1 else f"{(names or ['console'])[0]}-api", settings)
+    telemetry.start("api" if len(names) > 1 else f"{names[0]}-api", settings)
     Queues.trace()
-    rooms = [open_room(name, settings) for name in names or ["console"]]
+    rooms = [open_room(name, settings) for name in names]
     stack_meters.observe(rooms[0])
     routers, ready, start = [operations_api.build(rooms[0])], [], []
     for room in rooms:
@@ -73,12 +73,26 @@ def serve(names: list[str], settings: Settings, console: bool = False) -> None:
         if hook := getattr(door, "start", None):
             start.append(lambda hook=hook, room=room: hook(room))
     app = build_app(rooms, routers, ready, start)
-    served: Any = app
     if console:
         from semantide.services.console.api import open_console
 
-        served = open_console(app, [key.secret for key in api_keys(settings)], settings)
-    server = Server(served, settings.host, settings.port)
+        _listen(open_console(app, settings), settings)
+    else:
+        _listen(app, settings)
+
+
+def show(settings: Settings) -> None:
+    """Run the console alone. It knows the APIs' address and their keys, and neither broker nor data."""
+    from semantide.services.console.api import open_alone
+
+    telemetry.start("console", settings)
+    _listen(open_alone(settings), settings)
+
+
+def _listen(app: Any, settings: Settings) -> None:
+    from semantide.shared.http import Server
+
+    server = Server(app, settings.host, settings.port)
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -89,7 +103,7 @@ def route(settings: Settings) -> None:
     """Run the router in front of serving's replicas."""
     from semantide.services.serving.router import Router
     from semantide.shared.api_keys import api_keys
-    from semantide.shared.http import Gate, Server
+    from semantide.shared.http import Gate
     from semantide.shared.rate_limits import RateLimits
 
     telemetry.start("router", settings)
@@ -97,11 +111,7 @@ def route(settings: Settings) -> None:
     answer_seconds = settings.serving_deadline_seconds + _ROUTE_SECONDS
     router = Router(names, settings.route_patience_seconds, answer_seconds, settings.max_body_bytes, time.monotonic)
     limits = RateLimits(settings.rate_limit, settings.rate_limit_burst, time.monotonic)
-    server = Server(Gate(router, api_keys(settings), settings.max_body_bytes, limits), settings.host, settings.port)
-    with suppress(KeyboardInterrupt):
-        server.run()
-    if not server.started:
-        sys.exit(3)
+    _listen(Gate(router, api_keys(settings), settings.max_body_bytes, limits), settings)
 
 
 def work(name: str, settings: Settings) -> None:
@@ -241,9 +251,11 @@ def main(arguments: list[str] | None = None) -> int:
         _end_with_parent()
     try:
         if options.verb == "api":
-            everything = "all" in options.rooms
-            rooms = list(ROOMS) if everything else [room for room in options.rooms if room != "console"]
-            serve(rooms, settings, everything or "console" in options.rooms)
+            rooms = list(ROOMS) if "all" in options.rooms else [room for room in options.rooms if room != "console"]
+            if rooms:
+                serve(rooms, settings, "console" in options.rooms)
+            else:
+                show(settings)
         elif options.verb == "route":
             route(settings)
         elif options.verb == "worker":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
@@ -81,9 +82,8 @@ def build(room: Room) -> APIRouter:
         if not address:
             return {"configured": False, "time": None, "nodes": [], "jobs": [], "services": []}
         try:
-            answer = httpx.get(f"{address.rstrip('/')}/cluster", timeout=_OPERATOR_SECONDS)
-            return {"configured": True, **answer.raise_for_status().json()}
-        except (httpx.HTTPError, ValueError) as error:
+            return {"configured": True, **_seen(httpx.URL(f"{address.rstrip('/')}/cluster"))}
+        except (httpx.HTTPError, OSError, ValueError) as error:
             raise TransientError(
                 f"the operator at {address} does not answer ({type(error).__name__}): does it run, and is SEMANTIDE_OPERATOR_URL right?"
             ) from error
@@ -107,3 +107,27 @@ def build(room: Room) -> APIRouter:
         return log.read(limit=limit, since=since, until=until, who=who)
 
     return router
+
+
+def _seen(page: httpx.URL) -> dict[str, Any]:
+    """What the operator sees; where one name is that of several, what the one that leads does.
+
+    Raises: httpx.HTTPError, OSError where none of them answers.
+    """
+    # A certificate is of a name, not of addresses.
+    places = [page.host] if page.scheme == "https" else [str(place[4][0]) for place in socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)]
+    found: dict[str, Any] | None = None
+    failure: httpx.HTTPError | None = None
+    for place in dict.fromkeys(places):
+        try:
+            answer = httpx.get(page.copy_with(host=place), headers={"Host": page.netloc.decode()}, timeout=_OPERATOR_SECONDS).raise_for_status().json()
+        except httpx.HTTPError as error:
+            failure = error
+            continue
+        if answer["time"]:
+            return dict(answer)
+        found = answer
+    if found is None:
+        assert failure is not None, "a name has an address"
+        raise failure
+    return found

@@ -18,8 +18,8 @@ def worker(room: Annotated[str, typer.Argument(help=" | ".join(ROOMS))]) -> None
     _become("worker", room)
 
 
-def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all")))]) -> None:
-    """Run the APIs of some rooms, or of all, in this process."""
+def api(rooms: Annotated[list[str], typer.Argument(help=" | ".join((*ROOMS, "all", "console")))]) -> None:
+    """Run the APIs of some rooms, or of all, or the console, in this process."""
     settings = Settings()
     stack.check_port(settings.host, settings.port)
     _become("api", *rooms)

@@ -181,7 +181,7 @@ class Stack:
         entry = [sys.executable, "-m", "semantide.services.local", "--with-parent"]
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
         api = {"OMP_NUM_THREADS": threads, "SEMANTIDE_METRICS_PORT": "0"}
-        self.children = [Child("api", [*entry, "api", "all"], self.folder / "logs" / "api.log", own_environment=api)]
+        self.children = [Child("api", [*entry, "api", "all", "console"], self.folder / "logs" / "api.log", own_environment=api)]
         for number, room in enumerate(ROOMS):
             # One machine, so each worker needs a port of its own.
             port = self.settings.metrics_port + number if self.settings.metrics_port else 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from semantide.shared.access import needed_role
+from semantide.shared.api_keys import ApiKey
+
 
 class Refused(Exception):
     """The stack did not do it; the message says why and what to do. ``status`` is that of HTTP, 0 where nobody answered."""
@@ -16,6 +19,8 @@ class Refused(Exception):
 class Stack(Protocol):
     """The REST API of a stack, for one key's holder."""
 
+    key: ApiKey
+
     async def get(self, path: str, **parameters: Any) -> Any:
         """An answer's JSON, or its text where it is none. Raises: Refused."""
 
@@ -23,8 +28,16 @@ class Stack(Protocol):
         """As ``get``, with a body. Raises: Refused."""
 
 
+def barred(stack: Stack, method: str, path: str) -> str:
+    """Why this key's holder may not ask for that; empty where they may."""
+    role = needed_role(method, path)
+    return "" if stack.key.may(role) else f"This wants a key with the role {role}, and yours has the role {stack.key.role}."
+
+
 async def known(stack: Stack, path: str, **parameters: Any) -> Any:
-    """An answer, or None where there is nothing to tell of yet or the room is not there."""
+    """An answer, or None where there is nothing to tell of yet, the room is not there, or the key may not see it."""
+    if barred(stack, "GET", path):
+        return None
     try:
         return await stack.get(path, **parameters)
     except Refused as refusal:

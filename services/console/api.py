@@ -17,11 +17,13 @@ import httpx
 from semantide.services.console import sessions
 from semantide.services.console.answers import Refused
 from semantide.services.console.login import login_page, safe_target
+from semantide.shared.api_keys import ApiKey, api_keys
 from semantide.shared.config import Settings
 from semantide.shared.http import FastAPI, Response, presented_key
 
 ROOT = "/console"
 _PATIENCE_SECONDS = 30.0
+_PROBE_SECONDS = 1.0
 _WRONG_KEY_SECONDS = 0.5  # so that guessing is slow
 _FORM_BYTES = 8 * 1024
 # Everything comes from this server; the pages' library compiles templates and styles in the browser.
@@ -42,8 +44,8 @@ Scope = dict[str, Any]
 class RestStack:
     """The stack's API over HTTP, with one key."""
 
-    def __init__(self, client: httpx.AsyncClient, key: str) -> None:
-        self._client, self._headers = client, {"Authorization": f"Bearer {key}"}
+    def __init__(self, client: httpx.AsyncClient, key: ApiKey) -> None:
+        self.key, self._client, self._headers = key, client, {"Authorization": f"Bearer {key.secret}"}
 
     async def get(self, path: str, **parameters: Any) -> Any:
         """GET with query parameters; those that are None are left out."""
@@ -71,8 +73,8 @@ class RestStack:
 class Console:
     """ASGI: the console below /console, everything else as ``app`` answers it. A browser that comes to / is led to the console."""
 
-    def __init__(self, app: Any, pages: Any, keys: Sequence[str], client: httpx.AsyncClient) -> None:
-        self._app, self._pages, self._keys, self._client = app, pages, list(keys), client
+    def __init__(self, app: Any, pages: Any, keys: Sequence[ApiKey], client: httpx.AsyncClient) -> None:
+        self._app, self._pages, self._keys, self._client = app, pages, {key.secret: key for key in keys}, client
         main = app.router.lifespan_context
 
         @asynccontextmanager
@@ -109,7 +111,7 @@ class Console:
             if key is None or not _own_origin(headers):
                 await send({"type": "websocket.close", "code": 1008})
                 return
-            await self._pages({**scope, "semantide_key": key}, receive, send)
+            await self._pages({**scope, "semantide_key": key}, self._while_held(headers, receive, send), send)
             return
         send = _with_headers(send)
         # A browser sends cookies and Basic credentials along with whatever page asks it to.
@@ -129,11 +131,24 @@ class Console:
         else:
             await self._pages({**scope, "semantide_key": key}, receive, send)
 
-    def _key(self, headers: dict[bytes, bytes]) -> str | None:
-        if held := sessions.holder(sessions.cookie_of(headers.get(b"cookie", b"").decode("latin-1")), self._keys, time.time()):
-            return held
-        presented = presented_key(headers)
-        return next((key for key in self._keys if sessions.same(key, presented)), None)
+    def _while_held(self, headers: dict[bytes, bytes], receive: Any, send: Any) -> Any:
+        """An open page says something every half minute: it is cut off once its session has ended."""
+
+        async def held() -> dict[str, Any]:
+            message: dict[str, Any] = await receive()
+            if message["type"] == "websocket.receive" and self._key(headers) is None:
+                await send({"type": "websocket.close", "code": 1008})
+                return {"type": "websocket.disconnect", "code": 1008}
+            return message
+
+        return held
+
+    def _key(self, headers: dict[bytes, bytes]) -> ApiKey | None:
+        held = sessions.holder(sessions.cookie_of(headers.get(b"cookie", b"").decode("latin-1")), list(self._keys), time.time())
+        return self._keys[held] if held else self._same(presented_key(headers))
+
+    def _same(self, presented: str) -> ApiKey | None:
+        return next((key for secret, key in self._keys.items() if sessions.same(secret, presented)), None)
 
     async def _refuse(self, scope: Scope, headers: dict[bytes, bytes], receive: Any, send: Any) -> None:
         if b"text/html" in headers.get(b"accept", b"") and scope["method"] == "GET":
@@ -150,15 +165,15 @@ class Console:
             return
         form = parse_qs((await _body(receive)).decode("utf-8", "replace"))
         given, target = form.get("key", [""])[0].strip(), safe_target(form.get("next", [""])[0], ROOT)
-        key = next((key for key in self._keys if sessions.same(key, given)), None)
+        key = self._same(given)
         if key is None:
             await asyncio.sleep(_WRONG_KEY_SECONDS)
             await Response(login_page(action, target, "This is no key of this stack."), status_code=401, media_type="text/html")(scope, receive, send)
             return
-        cookie = sessions.set_cookie(sessions.issue(key, time.time()), ROOT, _secure(scope, dict(scope["headers"])))
+        cookie = sessions.set_cookie(sessions.issue(key.secret, time.time()), ROOT, _secure(scope, dict(scope["headers"])))
         await Response(status_code=303, headers={"location": target, "set-cookie": cookie})(scope, receive, send)
 
-    async def _report(self, scope: Scope, key: str, receive: Any, send: Any) -> None:
+    async def _report(self, scope: Scope, key: ApiKey, receive: Any, send: Any) -> None:
         job = quote(scope["path"].removeprefix(f"{ROOT}/reports/"), safe="")
         try:
             answer = Response(await RestStack(self._client, key).get(f"/v1/jobs/{job}/report"), media_type="text/html")
@@ -167,17 +182,46 @@ class Console:
         await answer(scope, receive, send)
 
 
-def open_console(app: Any, keys: Sequence[str], settings: Settings) -> Console:
-    """The console in front of an application that has the APIs, or of one that has none where ``console_stack`` says where they are."""
-    from semantide.services.console.site import mount
-
-    os.environ.setdefault("NICEGUI_STORAGE_PATH", str(settings.data_dir.absolute() / "console"))
+def open_console(app: Any, settings: Settings) -> Console:
+    """The console in front of an application that has the APIs; it shows those of ``console_stack`` where that is set."""
     there: dict[str, Any] = {"base_url": settings.console_stack}
     if not settings.console_stack:
         there = {"base_url": "http://localhost", "transport": httpx.ASGITransport(app, raise_app_exceptions=False)}
-    client = httpx.AsyncClient(timeout=_PATIENCE_SECONDS, **there)
+    return _console(app, settings, httpx.AsyncClient(timeout=_PATIENCE_SECONDS, **there))
+
+
+def open_alone(settings: Settings) -> Console:
+    """The console in a process of its own.
+
+    Raises: ValueError where ``console_stack`` does not say whose APIs it shows.
+    """
+    if not settings.console_stack:
+        raise ValueError("the console alone has no APIs to show: SEMANTIDE_CONSOLE_STACK says where they are, as in http://api:8000")
+    client = httpx.AsyncClient(timeout=_PATIENCE_SECONDS, base_url=settings.console_stack)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    @app.get("/healthz")
+    def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> dict[str, Any]:
+        # The pages say it too: a console that left because the APIs are away would tell nobody why.
+        try:
+            (await client.get("/healthz", timeout=_PROBE_SECONDS)).raise_for_status()
+        except httpx.HTTPError as error:
+            return {"status": "degraded", "problems": [f"the APIs at {settings.console_stack} do not answer ({type(error).__name__})"], "state": []}
+        return {"status": "ok", "problems": [], "state": []}
+
+    return _console(app, settings, client)
+
+
+def _console(app: Any, settings: Settings, client: httpx.AsyncClient) -> Console:
+    from semantide.services.console.site import mount
+
+    os.environ.setdefault("NICEGUI_STORAGE_PATH", str(settings.data_dir.absolute() / "console"))
     pages = mount(FastAPI(openapi_url=None, docs_url=None, redoc_url=None), ROOT, lambda key: RestStack(client, key))
-    return Console(app, pages, keys, client)
+    return Console(app, pages, api_keys(settings), client)
 
 
 def _own_origin(headers: dict[bytes, bytes]) -> bool:

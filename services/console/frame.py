@@ -9,7 +9,7 @@ from typing import Any
 
 from nicegui import ui
 
-from semantide.services.console.answers import Refused
+from semantide.services.console.answers import Refused, Stack, barred
 
 _ANSWER_SECONDS = 20.0
 
@@ -33,7 +33,7 @@ a{color:var(--accent)}:focus-visible{outline:3px solid var(--accent);outline-off
 table{border-collapse:collapse;width:100%;font-size:14px}caption{text-align:left;color:var(--soft);padding:0 0 .3rem}
 td,th{padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}th{color:var(--soft);font-weight:600}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}.scroll{overflow-x:auto;max-width:100%}
-.note{color:var(--soft);font-size:14px;margin:0 0 .5rem}.good{color:var(--good)}.bad{color:var(--bad)}.warn{color:var(--warn)}
+.note{color:var(--soft);font-size:14px;margin:0 0 .5rem}.soft{color:var(--soft);font-size:14px}.good{color:var(--good)}.bad{color:var(--bad)}.warn{color:var(--warn)}
 .mono{font-family:ui-monospace,monospace;font-size:13px;overflow-wrap:anywhere}pre.log{white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px;max-height:28rem;overflow:auto;margin:0}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--ink)}figure svg text{fill:var(--soft);font-size:11px}figure{margin:0 0 1rem}
 .key{display:inline-block;width:.7em;height:.7em;border-radius:2px;margin:0 .35em 0 .9em}
@@ -68,8 +68,8 @@ def card(title: str = "", level: int = 2) -> Iterator[Any]:
 
 
 @contextmanager
-def frame(title: str, here: str, dark: str) -> Iterator[None]:
-    """The page around its content. ``dark`` is "dark", "light", or anything else for what the system says."""
+def frame(title: str, here: str, dark: str, who: str) -> Iterator[None]:
+    """The page around its content, for ``who`` is signed in. ``dark`` is "dark", "light", or anything else for what the system says."""
     ui.page_title(f"{title} - Semantide")
     ui.query(".nicegui-content").style("padding:0;display:block;width:100%")
     ui.colors(primary="#1f5fb0", negative="#a3264c")
@@ -91,10 +91,20 @@ def frame(title: str, here: str, dark: str) -> Iterator[None]:
                     link.classes("here").props('aria-current="page"')
         with ui.element("div").classes("end"):
             ui.button("Light or dark", on_click=toggle).props("flat dense no-caps")
+            ui.label(who).classes("soft").props('title="Whose key this is, and its role"')
             ui.link("Sign out", "/logout")
     with ui.element("main").props('id="content" tabindex="-1"'):
         heading(title, 1)
         yield
+
+
+def permitted(stack: Stack, method: str, path: str, *controls: Any) -> bool:
+    """Whether this key's holder may do that; where not, the controls are off and the reason stands beside them."""
+    if reason := barred(stack, method, path):
+        for control in controls:
+            control.disable()
+        note(reason, "warn")
+    return not reason
 
 
 def refusal(error: Exception) -> None:

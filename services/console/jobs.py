@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 from nicegui import ui
 
 from semantide.services.console.answers import Stack, all_of
-from semantide.services.console.frame import card, live, note, picture, told
+from semantide.services.console.frame import card, live, note, permitted, picture, told
 from semantide.services.console.tables import Cell, Table, table
 from semantide.services.console.words import ago, figure, lasting, short
 from semantide.shared.plots import Plot, number, plots_of, series_of
@@ -117,6 +117,7 @@ async def show_one(stack: Stack, ident: str) -> None:
             go = ui.button("Resume", on_click=lambda: told(resume)).props("no-caps outline")
             ui.link("Report", f"/reports/{quote(ident)}", new_tab=True)
             ui.link("Compare with others", "/compare?" + urlencode({"jobs": ident}))
+        may = permitted(stack, "POST", f"{path}/cancel", stop, go)
     with card("Curves"):
         waiting = note("No metrics yet: they come after the first steps.")
         drawn = picture("")
@@ -130,6 +131,8 @@ async def show_one(stack: Stack, ident: str) -> None:
                 .style("white-space:pre-wrap;overflow-wrap:anywhere;font:12px ui-monospace,monospace;max-height:28rem;overflow:auto")
                 .props('tabindex="0"')
             )
+            log_shown = permitted(stack, "GET", f"{path}/log")
+            log.set_visibility(log_shown)
 
     async def refresh() -> None:
         nonlocal record
@@ -137,12 +140,13 @@ async def show_one(stack: Stack, ident: str) -> None:
         rows.extend(await stack.get(f"{path}/metrics", after=int(rows[-1]["step"]) if rows else -1))
         facts.show([(name, [name, text]) for name, text in _facts(record, now)])
         error.set_text(record["error"] or "")
-        stop.set_enabled(not record["finished"] and not record["cancel_requested"])
-        go.set_enabled(record["state"] in ("failed", "cancelled"))
+        stop.set_enabled(may and not record["finished"] and not record["cancel_requested"])
+        go.set_enabled(may and record["state"] in ("failed", "cancelled"))
         waiting.set_visibility(not rows)
         drawn.set_content(curves(rows))
         values.show(latest(rows))
-        log.set_text((await stack.get(f"{path}/log"))["log"][-20_000:] or "Nothing was said yet.")
+        if log_shown:
+            log.set_text((await stack.get(f"{path}/log"))["log"][-20_000:] or "Nothing was said yet.")
 
     await live(refresh, EVERY_SECONDS)
 

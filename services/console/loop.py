@@ -13,18 +13,18 @@ _SIZES = {2: (166, 22), 3: (250, 56)}  # width of a box and the gap between boxe
 
 @dataclass(frozen=True)
 class Station:
-    """One room. ``facts`` are short lines; ``waiting`` messages are in its queues, ``jobs`` of it have not ended."""
+    """One room. ``facts`` are short lines; ``waiting`` messages are in its queues (None: not known), ``jobs`` of it have not ended."""
 
     room: str
     facts: tuple[str, ...]
-    waiting: int = 0
+    waiting: int | None = 0
     jobs: int = 0
 
 
-def stations(facts: Mapping[str, Sequence[str]], depths: Mapping[str, int], open_jobs: Sequence[str]) -> list[Station]:
+def stations(facts: Mapping[str, Sequence[str]], depths: Mapping[str, int] | None, open_jobs: Sequence[str]) -> list[Station]:
     """The rooms with their queues' depths, named as in ``semantide.training.RunJob``, and the rooms of the jobs that have not ended."""
-    waiting = {room: sum(depth for queue, depth in depths.items() if queue.split(".")[1:2] == [room]) for room in ROOMS}
-    return [Station(room, tuple(facts.get(room, ())), waiting[room], sum(job == room for job in open_jobs)) for room in ROOMS]
+    waiting: dict[str, int] = {room: sum(depth for queue, depth in (depths or {}).items() if queue.split(".")[1:2] == [room]) for room in ROOMS}
+    return [Station(room, tuple(facts.get(room, ())), waiting[room] if depths is not None else None, sum(job == room for job in open_jobs)) for room in ROOMS]
 
 
 def loop_picture(rooms: Sequence[Station], columns: int) -> str:
@@ -46,7 +46,8 @@ def loop_picture(rooms: Sequence[Station], columns: int) -> str:
 
 def _box(station: Station, width: int, x: int, y: int) -> str:
     busy = station.waiting or station.jobs
-    lines = [*station.facts[:3], f"{station.waiting} waiting, {station.jobs} jobs" if busy else "idle"]
+    known = [f"{station.waiting} waiting"] if station.waiting is not None else []
+    lines = [*station.facts[:3], ", ".join([*known, f"{station.jobs} jobs"]) if busy or not known else "idle"]
     texts = "".join(
         f'<text x="{x + 10}" y="{y + 46 + 17 * place}" font-size="12.5" style="fill:var({"--soft" if place < len(lines) - 1 or not busy else "--accent"})">{escape(line)}</text>'
         for place, line in enumerate(lines)

@@ -11,7 +11,7 @@ from typing import Any
 from nicegui import ui
 
 from semantide.services.console.answers import Refused, Stack, all_of, known
-from semantide.services.console.frame import card, note, picture, refusal, told
+from semantide.services.console.frame import card, note, permitted, picture, refusal, told
 from semantide.services.console.intervals import Interval, intervals_picture, scatter_picture
 from semantide.services.console.tables import Cell, Table, table
 from semantide.services.console.words import ago, count, figure, share, short
@@ -78,8 +78,10 @@ async def show(stack: Stack) -> None:
         with ui.element("div").classes("line"):
             why = ui.input("Reason").props("outlined dense")
             back = ui.button("Roll back").props("no-caps outline color=negative")
+        may_roll = permitted(stack, "POST", "/v1/serving/rollback", why, back)
         beside = note("")
     with card("Models"):
+        may_promote = permitted(stack, "POST", "/v1/serving/promote")
         models = ui.element("div")
     with ui.element("div").classes("grid"):
         with card("Split users"):
@@ -112,7 +114,7 @@ async def show(stack: Stack) -> None:
                 for side in variants
             ]
         )
-        back.set_enabled(bool(live and live["previous"]))
+        back.set_enabled(may_roll and bool(live and live["previous"]))
         second = f"Second source: {short(live['retriever'])}." if live and live["retriever"] else "There is no retriever as second source."
         beside.set_text(second)
         made = {ref: job for job in reversed(jobs) for ref in job["artifacts"].values()}
@@ -124,7 +126,7 @@ async def show(stack: Stack) -> None:
                 {side["model"] for side in variants} | {(live or {}).get("retriever")},
                 (candidates or {}).get("candidates", []),
                 now,
-                promote,
+                partial(_promotion, promote=promote, may=may_promote),
             )
         offer(cards or [], variants)
         rows = evaluations([job for job in jobs if job["spec"]["kind"] == "evaluate"])
@@ -161,7 +163,7 @@ async def show(stack: Stack) -> None:
         await _alignments(stack)
 
 
-def _models(cards: list[Any], made: Mapping[str, Any], live: set[Any], candidates: Sequence[Mapping[str, Any]], now: float, promote: Any) -> None:
+def _models(cards: list[Any], made: Mapping[str, Any], live: set[Any], candidates: Sequence[Mapping[str, Any]], now: float, offer: Any) -> None:
     waiting = {candidate["model"] for candidate in candidates if not candidate["promoted"]}
     names = sorted({name for each in cards for name in quality(each)}, key=lambda name: (name.partition("@")[0], int(name.partition("@")[2] or 0)))[:4]
     newest = sorted(cards, key=lambda each: -((made.get(each["model"]) or {}).get("finished") or 0))[:_SHOWN]
@@ -169,16 +171,17 @@ def _models(cards: list[Any], made: Mapping[str, Any], live: set[Any], candidate
     for each in newest:
         figures, ref = quality(each), each["model"]
         state = "live" if ref in live else "candidate" if ref in waiting else ""
-        act: Cell = "" if ref in live or each.get("model_type") == "sasrec" else partial(_promotion, ref, promote)
+        act: Cell = "" if ref in live or each.get("model_type") == "sasrec" else partial(offer, ref)
         when = ago((made.get(ref) or {}).get("finished"), now)
         rows.append([short(ref), each.get("model_type", "-"), each.get("recipe", "-"), state, when, *(figure(figures.get(name)) for name in names), act])
     table("Trained models, newest first; figures on held-out users", ["model", "type", "recipe", "state", "made", *names, "promote"], rows, numbers=names)
 
 
-def _promotion(model: str, promote: Any) -> None:
+def _promotion(model: str, promote: Any, may: bool) -> None:
     with ui.element("div").classes("line"):
-        ui.button("Promote", on_click=lambda: promote(model, False)).props(f'no-caps dense outline aria-label="Promote {short(model)}"')
-        ui.button("If not worse", on_click=lambda: promote(model, True)).props(f'no-caps dense flat aria-label="Promote {short(model)} if it is not worse"')
+        for name, look, label, if_not_worse in (("Promote", "outline", "", False), ("If not worse", "flat", " if it is not worse", True)):
+            button = ui.button(name, on_click=partial(promote, model, if_not_worse)).props(f'no-caps dense {look} aria-label="Promote {short(model)}{label}"')
+            button.set_enabled(may)
 
 
 def _splits(stack: Stack, fill: Callable[[], Awaitable[None]]) -> Callable[[list[Any], Sequence[Mapping[str, Any]]], None]:
@@ -208,15 +211,17 @@ def _splits(stack: Stack, fill: Callable[[], Awaitable[None]]) -> Callable[[list
         )
 
     with ui.element("div").classes("line"):
-        ui.button("Begin or change", on_click=begin).props("no-caps outline")
+        start = ui.button("Begin or change", on_click=begin).props("no-caps outline")
         end = ui.button("End the split", on_click=lambda: put([], "The live model answers everybody.")).props("no-caps flat")
+
+    may = permitted(stack, "PUT", "/v1/serving/variants", name, model, part, start)
 
     def update(cards: list[Any], variants: Sequence[Mapping[str, Any]]) -> None:
         options = {each["model"]: f"{short(each['model'])} ({each.get('recipe', '-')})" for each in cards if each.get("model_type") == "generator"}
         if model.options != options:
             model.set_options(options, value=model.value if model.value in options else None)
         others[:] = [{key: side[key] for key in ("name", "model", "catalog", "share")} for side in variants if side["name"] != "live"]
-        end.set_enabled(bool(others))
+        end.set_enabled(may and bool(others))
 
     return update
 

@@ -12,8 +12,8 @@ from urllib.parse import quote
 from nicegui import ui
 
 from semantide.services.console.alerts import alerts_of
-from semantide.services.console.answers import Stack, known
-from semantide.services.console.frame import card, live, picture
+from semantide.services.console.answers import Stack, barred, known
+from semantide.services.console.frame import card, live, permitted, picture
 from semantide.services.console.loop import loop_picture, stations
 from semantide.services.console.measures import Look
 from semantide.services.console.tables import Table
@@ -64,7 +64,9 @@ async def show(stack: Stack) -> None:
     """Build the page and keep it up to date."""
     wide, narrow = picture("").classes("card wide"), picture("").classes("card narrow")
     with card("To look at"):
-        alerts = Table("Alerts", ["severity", "what", "what to do", "rule"], empty="Nothing: all is well.")
+        hidden = barred(stack, "GET", "/v1/queues")
+        all_well = "Nothing: all is well." if not hidden else "Nothing, of what this key shows."
+        alerts = Table("Alerts", ["severity", "what", "what to do", "rule"], empty=all_well)
     with ui.element("div").classes("grid"):
         with card("Serving"):
             sides = Table("Who answers whom", ["side", "model", "share of users", "loaded"], numbers=["share of users"], empty="No model is live yet.")
@@ -74,7 +76,8 @@ async def show(stack: Stack) -> None:
                 numbers=["half within", "99 of 100 within"],
             )
         with card("Queues"):
-            queues = Table("Messages, by queue", ["queue", "waiting", "parked"], numbers=["waiting", "parked"], empty="All queues are empty.")
+            if permitted(stack, "GET", "/v1/queues"):
+                queues = Table("Messages, by queue", ["queue", "waiting", "parked"], numbers=["waiting", "parked"], empty="All queues are empty.")
     with card("Made last"):
         artifacts = Table("Newest artifact of each kind", ["artifact", "job", "when"])
     before: Look | None = None
@@ -82,7 +85,7 @@ async def show(stack: Stack) -> None:
     async def refresh() -> None:
         nonlocal before
         facts = await facts_of(stack)
-        jobs, depths = facts["jobs"] or [], (facts["queues"] or {}).get("depths", {})
+        jobs, depths = facts["jobs"] or [], (facts["queues"] or {}).get("depths")
         look = Look.of(facts["metrics"] or "", time.monotonic())
         rooms = stations(lines(facts, look, before), depths, [JOB_ROOMS[job["spec"]["kind"]] for job in jobs if not job["finished"]])
         wide.set_content(loop_picture(rooms, 3))
@@ -99,9 +102,10 @@ async def show(stack: Stack) -> None:
             ]
         )
         stages.show([(name, row) for name, row in _stages(look, before)])
-        parked = (facts["queues"] or {}).get("parked", {})
-        busy = sorted({name for name, depth in [*depths.items(), *parked.items()] if depth})
-        queues.show([(name, [name.removeprefix("semantide."), count(depths.get(name, 0)), count(parked.get(name, 0))]) for name in busy])
+        if depths is not None:
+            parked = facts["queues"]["parked"]
+            busy = sorted({name for name, depth in [*depths.items(), *parked.items()] if depth})
+            queues.show([(name, [name.removeprefix("semantide."), count(depths.get(name, 0)), count(parked.get(name, 0))]) for name in busy])
         artifacts.show([(row["ref"], [_ref(row["ref"]), _job(row["job"]), ago(row["finished"], now)]) for row in last_made(jobs)])
         before = look
 

@@ -10,6 +10,7 @@ from nicegui import ui
 
 from semantide.services.console import catalog, cluster, frame, jobs, models, overview, recommend
 from semantide.services.console.answers import Refused, Stack
+from semantide.shared.api_keys import ApiKey
 from semantide.shared.http import Request
 
 _PAGE_SECONDS = 60.0  # for the answers that a page begins with
@@ -18,14 +19,15 @@ _RECONNECT_SECONDS = 20.0
 Show = Callable[[Stack], Awaitable[None]]
 
 
-def mount(app: Any, root: str, stack_of: Callable[[str], Stack]) -> Any:
+def mount(app: Any, root: str, stack_of: Callable[[ApiKey], Stack]) -> Any:
     """The application that has the pages; whose key a request has, its scope says."""
     ui.add_css(frame.STYLE, shared=True)
 
     async def framed(request: Any, title: str, here: str, show: Show) -> None:
-        with frame.frame(title, here, _look(request)):
+        key: ApiKey = request.scope["semantide_key"]
+        with frame.frame(title, here, _look(request), f"{key.name} ({key.role})"):
             try:
-                await show(stack_of(request.scope["semantide_key"]))
+                await show(stack_of(key))
             except Refused as error:
                 frame.refusal(error)
 

@@ -25,6 +25,7 @@ PROFILES = ("", "cpu", "nvidia", "ascend")
 VERSIONS = [f"1.{minor}" for minor in range(28, 38)]
 # Kinds of add-ons, which Kubernetes' own schemas do not have.
 ADDED_GROUPS = ("monitoring.coreos.com", "keda.sh", "gateway.networking.k8s.io")
+CONSOLE = "shop-semantide-api-console"
 Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
 
@@ -80,8 +81,8 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 
 
 def rooms_of(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The Deployments of rooms; the operator has tests of its own."""
-    return {name: each for name, each in of_kind(manifests, "Deployment").items() if not name.endswith("-operator")}
+    """The Deployments of rooms that have the broker and the data; operator and console have tests of their own."""
+    return {name: each for name, each in of_kind(manifests, "Deployment").items() if not name.endswith(("-operator", "-console"))}
 
 
 def environment(pod: Manifest) -> dict[str, Any]:
@@ -158,13 +159,14 @@ def test_a_deployment_for_every_room_and_its_command_exists(render: Render, prof
     ran: list[list[str]] = []
     monkeypatch.setattr(local, "serve", lambda names, settings, console=False: ran.append(["api", *names]))
     monkeypatch.setattr(local, "work", lambda name, settings: ran.append(["worker", name]))
-    deployments = rooms_of(render(profile))
-    assert set(deployments) == {"shop-semantide-api", *(f"shop-semantide-worker-{room}" for room in ROOMS)}
+    monkeypatch.setattr(local, "show", lambda settings: ran.append(["console"]))
+    deployments = rooms_of(render(profile)) | {CONSOLE: of_kind(render(profile), "Deployment")[CONSOLE]}
+    assert set(deployments) == {"shop-semantide-api", CONSOLE, *(f"shop-semantide-worker-{room}" for room in ROOMS)}
     for deployment in deployments.values():
         program, *arguments = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
         assert program == "semantide"
         assert local.main(arguments) == 0
-    assert sorted(ran) == sorted([["api", *ROOMS], *(["worker", room] for room in ROOMS)])
+    assert sorted(ran) == sorted([["api", *ROOMS], ["console"], *(["worker", room] for room in ROOMS)])
 
 
 @pytest.mark.parametrize("options", [(profile,) for profile in PROFILES] + [("", "FULL")])
@@ -273,7 +275,7 @@ def test_every_value_is_explained(values_table: ModuleType) -> None:
 def test_the_schema_knows_the_rooms_and_every_value(lint: ModuleType) -> None:
     schema = json.loads((lint.CHART / "values.schema.json").read_text())["properties"]
     assert set(schema["workers"]["properties"]) == set(ROOMS)
-    assert set(schema["apis"]["properties"]) == {"all", *ROOMS}
+    assert set(schema["apis"]["properties"]) == {"all", "console", *ROOMS}
     assert set(schema) - {"global"} == set(yaml.safe_load((lint.CHART / "values.yaml").read_text()))
 
 
@@ -315,7 +317,7 @@ def test_the_namespaces_default_account_never_gets_the_rooms_rights(render: Rend
 def test_services_have_the_addresses_that_values_say(render: Render) -> None:
     for manifests in (render("", "--set", "metricsEnabled=true,serviceIpFamilyPolicy=PreferDualStack"), render("", "--set", "metricsEnabled=true")):
         found = {each["spec"].get("ipFamilyPolicy") for each in of_kind(manifests, "Service").values()}
-        assert len(of_kind(manifests, "Service")) == 3 and len(found) == 1
+        assert len(of_kind(manifests, "Service")) == 5 and len(found) == 1
     assert found == {None}
 
 
@@ -344,7 +346,11 @@ def test_replicas_are_npuservices_with_routers_in_front(render: Render) -> None:
     assert router["template"]["spec"]["containers"][0]["command"] == ["semantide", "route"] and router["replicas"] == 2
     assert environment(router["template"])["SEMANTIDE_ROUTE_TO"] == ",".join(f"http://{name}:8000" for name in sorted(services))
     paths = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]["http"]["paths"]
-    assert {path["path"]: path["backend"]["service"]["name"] for path in paths} == {"/": "shop-semantide-api", "/v1/recommendations": "shop-semantide-router"}
+    assert {path["path"]: path["backend"]["service"]["name"] for path in paths} == {
+        "/": "shop-semantide-api",
+        "/console": CONSOLE,
+        "/v1/recommendations": "shop-semantide-router",
+    }
     assert {"shop-semantide-router"} <= set(of_kind(manifests, "PodDisruptionBudget")) & set(of_kind(manifests, "NetworkPolicy"))
 
 
@@ -352,7 +358,9 @@ def test_a_cluster_that_does_not_know_replicas_yet_gets_the_rest(render: Render,
     manifests = render("", *REPLICAS)
     assert not of_kind(manifests, "NPUService") and not [name for manifest in manifests if "router" in (name := manifest["metadata"]["name"])]
     paths = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]["http"]["paths"]
-    assert {path["backend"]["service"]["name"] for path in paths} == {"shop-semantide-api"}, "until then the API answers what routers will"
+    assert {path["backend"]["service"]["name"] for path in paths if path["path"] != "/console"} == {"shop-semantide-api"}, (
+        "until then the API answers what routers will"
+    )
     notes = lint.helm("install", "shop", str(lint.CHART), "--dry-run=client", *REPLICAS).stdout.partition("NOTES:")[2]
     assert "servingReplicas and their routers were left out" in notes and "helm upgrade shop" in notes
 
@@ -385,8 +393,8 @@ def test_the_ingress_leads_where_it_says(render: Render, full: str) -> None:
     manifests = render("", "--values", full)
     rule = of_kind(manifests, "Ingress")["shop-semantide"]["spec"]["rules"][0]
     targets = {path["path"]: path["backend"]["service"]["name"] for path in rule["http"]["paths"]}
-    assert targets == {"/": "shop-semantide-api", "/v1/recommendations": "shop-semantide-api-serving"}
-    assert set(targets.values()) == set(of_kind(manifests, "Service")) - {"shop-semantide-metrics"}
+    assert targets == {"/": "shop-semantide-api", "/console": CONSOLE, "/v1/recommendations": "shop-semantide-api-serving"}
+    assert set(targets.values()) == set(of_kind(manifests, "Service")) - {"shop-semantide-metrics", "shop-semantide-operator"}
     route = of_kind(manifests, "HTTPRoute")["shop-semantide"]["spec"]
     assert route["parentRefs"] == [{"name": "public", "namespace": "gateways"}] and route["hostnames"] == ["shop.example"]
     assert {rule["matches"][0]["path"]["value"]: rule["backendRefs"][0]["name"] for rule in route["rules"]} == targets
@@ -398,4 +406,4 @@ def test_notes_have_three_commands(lint: ModuleType) -> None:
     notes = outcome.stdout.partition("NOTES:")[2]
     assert "port-forward service/shop-semantide-api 8000:8000" in notes
     assert "get secret shop-semantide-keys" in notes and '{{index .data "api-keys" | base64decode}}' in notes
-    assert "semantide status" in notes
+    assert "semantide status" in notes and f"port-forward service/{CONSOLE} 8002:8000" in notes

@@ -23,6 +23,7 @@ from semantide.shared.contracts import ROOMS
 REPOSITORY = Path(__file__).resolve().parents[2]
 WATCHING = {"collector", "prometheus", "grafana"}
 SPREAD = {"replica", "router"}
+SHOWING = {"console"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rooms(compose: dict[str, Any]) -> dict[str, Any]:
-    return {name: service for name, service in compose["services"].items() if name not in {"redis", *WATCHING, *SPREAD}}
+    return {name: service for name, service in compose["services"].items() if name not in {"redis", *WATCHING, *SPREAD, *SHOWING}}
 
 
 def test_one_api_and_a_worker_for_every_room(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,14 +55,27 @@ def test_the_command_line_has_the_same_verbs(compose: dict[str, Any], rooms: dic
 
 def test_only_loopback_is_published(compose: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
-    assert set(published) == {"api", "router", "prometheus", "grafana"}
+    assert set(published) == {"api", "console", "router", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert compose["networks"]["broker"]["internal"] is True
     assert compose["services"]["redis"]["networks"] == ["broker"]
 
 
 def test_the_key_is_required_from_the_environment(compose: dict[str, Any]) -> None:
-    assert compose["services"]["api"]["environment"]["SEMANTIDE_API_KEYS"].startswith("${SEMANTIDE_API_KEYS:?")
+    for name in ("api", *SHOWING, *SPREAD):
+        assert compose["services"][name]["environment"]["SEMANTIDE_API_KEYS"].startswith("${SEMANTIDE_API_KEYS:?"), name
+
+
+def test_the_console_reaches_the_apis_and_nothing_else(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    console, api = compose["services"]["console"], compose["services"]["api"]
+    assert (console["volumes"], console["networks"], console["depends_on"]) == ([], ["default"], []) and "SEMANTIDE_REDIS_URL" not in console["environment"]
+    assert "default" in api["networks"] and console["environment"]["SEMANTIDE_CONSOLE_STACK"] == f"http://api:{api['environment']['SEMANTIDE_PORT']}"
+    same = ("read_only", "tmpfs", "cap_drop", "security_opt", "restart", "healthcheck", "image", "init")
+    assert all(console[name] == api[name] for name in same)
+    ran: list[str] = []
+    monkeypatch.setattr(local, "show", lambda settings: ran.append("console"))
+    assert local.main(console["command"]) == 0 and ran == ["console"]
+    assert all(name.removeprefix("SEMANTIDE_").lower() in Settings.model_fields for name in console["environment"])
 
 
 def test_environments_are_settings(rooms: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +135,9 @@ def test_watching_is_asked_for(compose: dict[str, Any]) -> None:
 def test_prometheus_asks_every_process_and_the_collector(compose: dict[str, Any], rooms: dict[str, Any]) -> None:
     config = yaml.safe_load((REPOSITORY / "docker" / "prometheus.yaml").read_text())
     jobs = {job["job_name"]: [target for group in job["static_configs"] for target in group["targets"]] for job in config["scrape_configs"]}
-    assert set(jobs["semantide"]) == {f"{name}:{service['environment']['SEMANTIDE_METRICS_PORT']}" for name, service in rooms.items()}
+    assert set(jobs["semantide"]) == {
+        f"{name}:{service['environment']['SEMANTIDE_METRICS_PORT']}" for name, service in [*rooms.items(), ("console", compose["services"]["console"])]
+    }
     (spread,) = (job["dns_sd_configs"] for job in config["scrape_configs"] if "dns_sd_configs" in job)
     port = int(compose["services"]["replica"]["environment"]["SEMANTIDE_METRICS_PORT"])
     assert {(name, each["port"]) for each in spread for name in each["names"]} == {(name, port) for name in SPREAD}

@@ -116,8 +116,8 @@ def test_a_collector_reaches_every_process(render: Render) -> None:
     for name, policy in of_kind(manifests, "NetworkPolicy").items():
         # A worker shows the metrics of its jobs.
         if not name.endswith(("-redis", "-jobs")):
-            rule = next(rule for rule in policy["spec"]["ingress"] if rule["ports"] == [{"port": "metrics"}])
-            assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule["from"], name
+            peers = [peer for rule in policy["spec"]["ingress"] if rule["ports"] == [{"port": "metrics"}] for peer in rule["from"]]
+            assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in peers, name
 
 
 @pytest.mark.parametrize("release", ["shop", "semantide", "semantide-prod", "my-semantide2"])

@@ -153,7 +153,7 @@ def test_every_process_is_told_the_secrets_that_it_needs_and_no_others(render: R
     assert secrets_of(replica(manifests, "main")) == {broker, keys, own}
     for name, deployment in of_kind(manifests, "Deployment").items():
         found, answers = secrets_of(deployment["spec"]["template"]), "-api" in name or "-router" in name
-        if name.endswith("-operator"):
+        if name.endswith(("-operator", "-console")):
             assert found == {keys}
         else:
             assert found == {broker, own, *([keys] if answers else [])}, name

@@ -14,7 +14,7 @@ from .job_play import JOB, RESOURCE
 from .kubelet import Kubelet
 from .operator_process import OperatorProcess
 
-pytestmark = [pytest.mark.cluster_nodes, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 # A rank that waits until it was told where the first one is, and leaves what it saw as its last words.
 SCRIPT = f"""

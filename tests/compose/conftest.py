@@ -98,6 +98,7 @@ class ComposeStack:
     port: int
     router_port: int
     prometheus_port: int
+    console_port: int
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
@@ -108,7 +109,7 @@ class ComposeStack:
     @property
     def environment(self) -> dict[str, str]:
         """What docker compose, and the command line, get."""
-        ports = {"SEMANTIDE_PORT": self.port, "ROUTER_PORT": self.router_port, "PROMETHEUS_PORT": self.prometheus_port}
+        ports = {"SEMANTIDE_PORT": self.port, "ROUTER_PORT": self.router_port, "PROMETHEUS_PORT": self.prometheus_port, "CONSOLE_PORT": self.console_port}
         return {"SEMANTIDE_API_KEYS": self.key, "SEMANTIDE_IMAGE_TAG": "test", **{name: str(port) for name, port in ports.items()}}
 
     def compose(self, *arguments: str, timeout: float = 1800, **variables: str) -> str:
@@ -184,8 +185,8 @@ def stack(engine: Any, image: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     override = tmp_path_factory.mktemp("compose") / "override.yml"
     # Half of a small machine for each tensor operation, and two trainings side by side; the containers share it.
     quiet = {"environment": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "SEMANTIDE_JOB_SLOTS": "2"}}
-    override.write_text(json.dumps({"services": {name: quiet for name in (*ROOMS, "replica", "router")}}))
-    running = ComposeStack(engine, f"semantide-test-{os.getpid()}", override, free_port(), free_port(), free_port())
+    override.write_text(json.dumps({"services": {name: quiet for name in (*ROOMS, "replica", "router", "console")}}))
+    running = ComposeStack(engine, f"semantide-test-{os.getpid()}", override, free_port(), free_port(), free_port(), free_port())
     try:
         running.compose("up", "--no-build", "--wait", "--quiet-pull")
         yield running

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from .conftest import REPOSITORY, ComposeStack, show
@@ -31,6 +32,19 @@ def test_containers_have_no_rights_and_write_nowhere(stack: ComposeStack) -> Non
     inside = ("exec", "--no-TTY", "api")
     assert stack.compose(*inside, "id", "--user").strip() == "10001"
     assert "read-only" in stack.compose(*inside, "sh", "-c", "touch /opt/semantide/x 2>&1 || true").lower()
+
+
+def test_the_console_asks_the_api_and_reaches_nothing_else(stack: ComposeStack) -> None:
+    console = f"http://127.0.0.1:{stack.console_port}"
+    assert httpx.get(f"{console}/readyz").json() == {"status": "ok", "problems": [], "state": []}
+    assert httpx.get(f"{console}/console/").status_code == 401
+    page = httpx.get(f"{console}/console/models", auth=("anybody", stack.key), timeout=60)
+    assert page.status_code == 200 and "Trained models, newest first" in page.text
+    assert httpx.get(f"{console}/v1/jobs", auth=("anybody", stack.key)).status_code == 404
+    assert httpx.get(f"{stack.url}/console/", auth=("anybody", stack.key)).status_code == 404, "the API's process has no pages"
+    inside = ("exec", "--no-TTY", "console", "sh", "-c")
+    assert stack.compose(*inside, "getent hosts redis || echo nobody").strip() == "nobody"
+    assert "read-only" in stack.compose(*inside, "touch /data/x 2>&1 || true").lower()
 
 
 def test_images_are_small(stack: ComposeStack, image: Any, engine: Any, capsys: pytest.CaptureFixture[str]) -> None:

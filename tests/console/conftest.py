@@ -23,6 +23,8 @@ from semantide.shared.config import Settings
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable") if (path := shutil.which(name))), None)
 KEY = "console-test-key"
+WEAKER = {role: f"console-test-{role}-key" for role in ("read", "write")}
+KEYS = ",".join([KEY, *(f"somebody@{role}:{key}" for role, key in WEAKER.items())])
 NUM_ITEMS, NUM_USERS = 48, 90
 _PATIENCE_MS = 60_000
 
@@ -38,7 +40,7 @@ class Site:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """One stack for all pages, brought up by the command line; or, to look at pages again and again, one that SEMANTIDE_TEST_STACK names (with this key)."""
+    """One stack for all pages, brought up by the command line; or, to look at pages again and again, one that SEMANTIDE_TEST_STACK names (with these keys)."""
     if running := os.environ.get("SEMANTIDE_TEST_STACK"):
         client = Client(Settings(url=running, api_keys=KEY))
         yield Site(running, client, [job["artifacts"]["model"] for job in client.get("/v1/jobs", kind="train", state="succeeded", limit=2)])
@@ -46,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         return
     folder = tmp_path_factory.mktemp("console")
     _write_input(folder / "in")
-    settings = Settings(data_dir=folder / "data", port=free_port(), host="127.0.0.1", redis_url="", api_keys=KEY, import_roots=str(folder / "in"))
+    settings = Settings(data_dir=folder / "data", port=free_port(), host="127.0.0.1", redis_url="", api_keys=KEYS, import_roots=str(folder / "in"))
     stack = Stack(settings, lambda text: None)
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith("SEMANTIDE_")}
     environment |= {"SEMANTIDE_DATA_DIR": str(folder / "data"), "SEMANTIDE_URL": stack.url, "SEMANTIDE_API_KEYS": KEY}
@@ -57,7 +59,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         assert outcome.returncode == 0, f"{arguments}\n{outcome.stdout}\n{outcome.stderr}"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEMANTIDE_API_KEYS", KEY)
+        patch.setenv("SEMANTIDE_API_KEYS", KEYS)
         try:
             stack.start()
             client = Client(Settings(url=stack.url, data_dir=folder / "data", api_keys=KEY))
@@ -102,6 +104,15 @@ class Visitor:
     url: str
     complaints: list[str] = field(default_factory=list)
 
+    def sign_in(self, key: str) -> None:
+        """Be that key's holder, by the keyboard alone."""
+        self.page.goto(f"{self.url}/console/logout")
+        self.page.goto(self.url)
+        self.page.wait_for_function("document.activeElement.id === 'key'")
+        self.page.keyboard.type(key)
+        self.page.keyboard.press("Enter")
+        self.page.wait_for_selector("#content h1")
+
     def open(self, path: str) -> Any:
         """Go to a page of the console and wait until it is there and listens."""
         self.page.goto(f"{self.url}/console{path}")
@@ -121,11 +132,7 @@ def visitor(request: pytest.FixtureRequest, chromium: Any, site: Site) -> Iterat
     page.on("console", lambda message: visitor.complaints.append(f"{message.type}: {message.text}") if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: visitor.complaints.append(str(error)))
     page.on("request", lambda asked: visitor.complaints.append(f"foreign: {asked.url}") if not asked.url.startswith((site.url, "data:", "blob:")) else None)
-    page.goto(site.url)
-    page.wait_for_function("document.activeElement.id === 'key'")
-    page.keyboard.type(KEY)
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#content h1")
+    visitor.sign_in(KEY)
     yield visitor
     context.close()
     assert visitor.complaints == []

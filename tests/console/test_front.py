@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,7 +11,9 @@ import pytest
 
 from semantide.services.console import sessions
 from semantide.services.console.answers import Refused, all_of, known
-from semantide.services.console.api import Console, RestStack
+from semantide.services.console.api import Console, RestStack, open_alone
+from semantide.shared.api_keys import ApiKey
+from semantide.shared.config import Settings
 from semantide.shared.http import FastAPI, JSONResponse, Request, Response
 
 HTML = {"accept": "text/html"}
@@ -43,7 +46,7 @@ async def pages(scope: dict[str, Any], receive: Any, send: Any) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.accept"})
         return
-    await Response(f"pages of {scope['semantide_key']}")(scope, receive, send)
+    await Response(f"pages of {scope['semantide_key'].secret}")(scope, receive, send)
 
 
 pages.router = FastAPI().router  # type: ignore[attr-defined]
@@ -53,7 +56,7 @@ pages.router = FastAPI().router  # type: ignore[attr-defined]
 def front(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr("semantide.services.console.api._WRONG_KEY_SECONDS", 0.0)
     app = api()
-    return Console(app, pages, ["key-a", "key-b"], httpx.AsyncClient(base_url="http://stack", transport=httpx.ASGITransport(app)))
+    return Console(app, pages, [ApiKey("key-a"), ApiKey("key-b")], httpx.AsyncClient(base_url="http://stack", transport=httpx.ASGITransport(app)))
 
 
 def ask(front: Console, method: str, path: str, **options: Any) -> httpx.Response:
@@ -136,17 +139,32 @@ def test_reports_are_fetched_with_the_sessions_key(front: Console) -> None:
     assert (gone.status_code, gone.text) == (404, "no job 'gone'")
 
 
+def test_alone_it_says_whether_the_apis_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("semantide.services.console.site.mount", lambda app, root, stack_of: pages)
+    with pytest.raises(ValueError, match="SEMANTIDE_CONSOLE_STACK says where"):
+        open_alone(Settings(data_dir=tmp_path / "data", api_keys="key-a", console_stack=""))
+    alone = open_alone(Settings(data_dir=tmp_path / "data", api_keys="key-a,read:key-b", console_stack="http://127.0.0.1:1"))
+    assert ask(alone, "GET", "/healthz").status_code == 200
+    away = ask(alone, "GET", "/readyz")
+    assert away.status_code == 200 and away.json()["status"] == "degraded" and "http://127.0.0.1:1" in away.json()["problems"][0]
+    assert ask(alone, "GET", "/console/", auth=("anybody", "key-b")).text == "pages of key-b"
+    assert ask(alone, "GET", "/", headers=HTML).headers["location"] == "/console/"
+    for path in ("/v1/jobs", "/metrics", "/docs", "/openapi.json"):
+        assert ask(alone, "GET", path, headers={"x-api-key": "key-a"}).status_code == 404
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_refusal_says_what_the_stack_says() -> None:
     async def run() -> None:
         client = httpx.AsyncClient(base_url="http://stack", transport=httpx.ASGITransport(api()))
-        stack = RestStack(client, "key")
+        stack = RestStack(client, ApiKey("key"))
         with pytest.raises(Refused, match="no job 'gone'"):
             await stack.get("/v1/jobs/gone/report")
         with pytest.raises(Refused, match="502 Bad Gateway"):
             await stack.get("/v1/broken")
-        assert await known(stack, "/v1/jobs/gone/report") is None and await known(stack, "/nowhere") is None
+        assert await known(stack, "/v1/jobs/gone/report") is None and await known(stack, "/v1/catalogs/gone/report") is None
         assert await all_of(stack, "/v1/jobs/{}/report", ["gone", "there"]) == {"there": "there for Bearer key"}
         with pytest.raises(Refused, match="is it running"):
-            await RestStack(httpx.AsyncClient(base_url="http://127.0.0.1:1"), "key").get("/v1/jobs")
+            await RestStack(httpx.AsyncClient(base_url="http://127.0.0.1:1"), ApiKey("key")).get("/v1/jobs")
 
     asyncio.run(run())

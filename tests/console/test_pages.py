@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.console.conftest import Site, Visitor, until
+from tests.console.conftest import WEAKER, Site, Visitor, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -182,6 +182,30 @@ def test_models_are_promoted_split_and_rolled_back(visitor: Visitor, site: Site)
     visitor.open("/models")
     page.get_by_role("button", name="End the split").click()
     until(lambda: len(site.client.get("/v1/serving/variants")["variants"]) == 1)
+
+
+@pytest.mark.parametrize("role", WEAKER)
+def test_a_weaker_key_sees_every_page_and_why_it_may_not_act(visitor: Visitor, site: Site, role: str) -> None:
+    job = site.client.get("/v1/jobs", kind="train", limit=1)[0]["id"]
+    visitor.sign_in(WEAKER[role])
+    wanted = {"/": 1, f"/jobs/{job}": 2, "/models": 3}
+    for path in [*PAGES, f"/jobs/{job}"]:
+        page = visitor.open(path)
+        assert page.locator("[role=alert]").count() == 0 and page.get_by_text(f"somebody ({role})").is_visible()
+        reasons = page.get_by_text(f"This wants a key with the role admin, and yours has the role {role}.")
+        assert reasons.count() == wanted.get(path, 0), path
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), "wider than the screen"
+        if path in wanted:
+            assert all(reason.is_visible() for reason in reasons.all()) and _contrast(page, ".note.warn") > 4.5
+    for path, names in ((f"/jobs/{job}", ("Cancel", "Resume")), ("/models", ("Roll back", "Promote", "If not worse", "Begin or change", "End the split"))):
+        page = visitor.open(path)
+        for name in names:
+            found = page.locator("button", has_text=name)
+            assert found.count() and all(button.is_disabled() for button in found.all()), name
+    visitor.open("/try")
+    page.get_by_label("User").fill("user-5")
+    page.get_by_role("button", name="Recommend").click()
+    page.wait_for_selector("caption:has-text('items, best first')")
 
 
 def test_without_a_cluster_the_page_says_so(visitor: Visitor) -> None:

@@ -257,16 +257,31 @@ def test_at_its_end_a_server_answers_whoever_got_through(make_room: Callable[[st
     assert outcomes["answered"] >= 3 and outcomes["refused"] and set(outcomes) == {"answered", "refused"}, outcomes
 
 
-def test_the_cluster_is_what_the_operators_page_says(app: Any, client: TestClient, make_room: Callable[[str], Any]) -> None:
+def test_the_cluster_is_what_the_operators_page_says(app: Any, client: TestClient, make_room: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.get("/v1/cluster").json() == {"configured": False, "time": None, "nodes": [], "jobs": [], "services": []}
     seen = {"time": 7.0, "nodes": [{"name": "a"}], "jobs": [], "services": []}
-    page = Page(0, bytes, lambda: seen, lambda: True, lambda: True)
+    said: list[dict[str, Any]] = [seen]
+    page = Page(0, bytes, lambda: said.pop(0), lambda: True, lambda: True)
     page.start()
     room = make_room("serving")
     room.settings.operator_url = f"http://127.0.0.1:{page.port}/"
     asked = TestClient(build_app([room], [operations_api.build(room)]), headers={"X-API-Key": "test-key"}, raise_server_exceptions=False)
     try:
         assert asked.get("/v1/cluster").json() == {"configured": True, **seen}
+        # Of several behind one name, the one that leads; if none does, what they say of that.
+        resolve = socket.getaddrinfo
+
+        def named(host: str, port: int, *more: Any, **others: Any) -> Any:
+            places = [f"127.0.0.{n}" for n in (1, 1, 2, 3)] if host == "operators.test" else [host]
+            return [found for place in places for found in resolve(place, port, *more, **others)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", named)
+        room.settings.operator_url = f"http://operators.test:{page.port}"
+        waits = {"time": None, "nodes": [], "jobs": [], "services": []}
+        said[:] = [waits, seen, waits]
+        assert asked.get("/v1/cluster").json() == {"configured": True, **seen} and said == [waits]
+        said[:] = [waits] * 3
+        assert asked.get("/v1/cluster").json() == {"configured": True, **waits} and not said
     finally:
         page.stop()
     gone = asked.get("/v1/cluster")

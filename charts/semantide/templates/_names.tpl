@@ -69,7 +69,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- else if kindIs "map" (get .root.Values.apis .key) -}}
 {{ include "semantide.apiName" . }}
 {{- else -}}
-{{- fail (printf "ingressPaths: %s leads to the API %q, which is not in apis (%s): add it there, or name one of those" .path .key (keys .root.Values.apis | sortAlpha | join ", ")) -}}
+{{- fail (printf "ingressPaths: %s leads to the API %q, which is not in apis (%s): add it there, name one of those, or take the path out with null" .path .key (keys .root.Values.apis | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- end -}}
 
@@ -83,12 +83,33 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .Capabilities.APIVersions.Has "semantide.io/v1alpha1/NPUService" }}true{{ end -}}
 {{- end -}}
 
+{{/* The console's values, with where the APIs are that it shows, as JSON: arguments root, process. */}}
+{{- define "semantide.consoleProcess" -}}
+{{- range list "replicas" "maxReplicas" -}}
+{{- if gt (int (get $.process .)) 1 -}}
+{{- fail (printf "apis.console.%s is %v: a page lives in the process that made it, and its websocket would reach another one; leave the console at 1 replica" . (get $.process .)) -}}
+{{- end -}}
+{{- end -}}
+{{- $environment := .process.environment | default dict -}}
+{{- if not (or .root.Values.settings.consoleStack $environment.SEMANTIDE_CONSOLE_STACK) -}}
+{{- if not (kindIs "map" .root.Values.apis.all) -}}
+{{- fail "apis.console has no API `all` to show: settings.consoleStack names the address at which the routes of all rooms are reached, or apis.console=null leaves the console out" -}}
+{{- end -}}
+{{- $address := printf "http://%s:%v" (include "semantide.apiName" (dict "root" .root "key" "all")) .root.Values.servicePort -}}
+{{- $environment = merge (dict "SEMANTIDE_CONSOLE_STACK" $address) $environment -}}
+{{- end -}}
+{{- merge (dict "environment" $environment) .process | toJson -}}
+{{- end -}}
+
 {{/* All processes that are on, as JSON: {"processes": [{name, component, command, room, values, http}]}. */}}
 {{- define "semantide.processes" -}}
 {{- $root := . -}}
 {{- $found := list -}}
 {{- range $key, $process := .Values.apis -}}
 {{- if kindIs "map" $process -}}
+{{- if eq $key "console" -}}
+{{- $process = include "semantide.consoleProcess" (dict "root" $root "process" $process) | fromJson -}}
+{{- end -}}
 {{- $found = append $found (dict "name" (include "semantide.apiName" (dict "root" $root "key" $key)) "component" (printf "api-%s" $key) "command" (list "semantide" "api" $key) "room" $key "values" $process "http" true) -}}
 {{- end -}}
 {{- end -}}

@@ -61,9 +61,9 @@ env:
     valueFrom:
       {{- include "semantide.redisUrl" .root | nindent 6 }}
 volumes:
-  {{- include "semantide.volumes" . | nindent 2 }}
+  {{- include "semantide.volumes" . | trim | nindent 2 }}
 volumeMounts:
-  {{- include "semantide.volumeMounts" . | nindent 2 }}
+  {{- include "semantide.volumeMounts" . | trim | nindent 2 }}
 {{- end -}}
 
 {{/* What answering requests needs besides: jobs answer nobody, and know no key. */}}
@@ -134,6 +134,9 @@ SEMANTIDE_HOST: {{ .Values.listenAddress | quote }}
 SEMANTIDE_PORT: "8000"
 {{- if not .Values.settings.importRoots }}
 SEMANTIDE_IMPORT_ROOTS: /data/uploads
+{{- end }}
+{{- if and .Values.operatorEnabled (not .Values.settings.operatorUrl) }}
+SEMANTIDE_OPERATOR_URL: http://{{ include "semantide.name" . }}-operator:8080
 {{- end }}
 {{- range $name, $value := omit .Values.settings "clusterJobs" }}
 SEMANTIDE_{{ $name | snakecase | upper }}: {{ (kindIs "string" $value | ternary $value (toJson $value)) | quote }}

@@ -88,20 +88,26 @@ podAffinity:
           semantide.io/data: {{ include "semantide.dataClaim" . }}
 {{- end -}}
 
-{{- define "semantide.environmentFrom" -}}
+{{- define "semantide.settingsFrom" -}}
 - configMapRef:
     name: {{ include "semantide.name" . }}-settings
+{{- end -}}
+
+{{- define "semantide.environmentFrom" -}}
+{{ include "semantide.settingsFrom" . }}
 {{- with .Values.environmentSecret }}
 - secretRef:
     name: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Arguments root, ranks: ranks of one pod and the workers of their loaders pass tensors through /dev/shm, of which a container has 64 MiB by itself. */}}
+{{/* Arguments root, ranks, outside (whether it has no data): ranks of one pod and the workers of their loaders pass tensors through /dev/shm, of which a container has 64 MiB by itself. */}}
 {{- define "semantide.volumes" -}}
+{{- if not .outside }}
 - name: data
   persistentVolumeClaim:
     claimName: {{ include "semantide.dataClaim" .root }}
+{{- end }}
 - name: tmp
   emptyDir: {}
 {{- if .ranks }}
@@ -111,8 +117,10 @@ podAffinity:
 {{- end -}}
 
 {{- define "semantide.volumeMounts" -}}
+{{- if not .outside }}
 - name: data
   mountPath: /data
+{{- end }}
 - name: tmp
   mountPath: /tmp
 {{- if .ranks }}
@@ -123,10 +131,14 @@ podAffinity:
 
 {{/* The pod of one process: arguments root, process (its values), component, command (list), http (whether it serves HTTP). */}}
 {{- define "semantide.pod" -}}
+{{- /* The console asks the APIs for everything: it gets neither the broker nor the data, nor what opens an object store. */}}
+{{- $inside := ne .component "api-console" -}}
 metadata:
   labels:
     {{- include "semantide.selector" . | nindent 4 }}
+    {{- if $inside }}
     semantide.io/data: {{ include "semantide.dataClaim" .root }}
+    {{- end }}
     {{- if .root.Values.metricsEnabled }}
     semantide.io/metrics: shown
     {{- end }}
@@ -166,7 +178,7 @@ spec:
     - {{ toJson (merge (dict "key" $key) $toleration) }}
     {{- end }}
   {{- end }}
-  {{- if eq .root.Values.dataAccessMode "ReadWriteOnce" }}
+  {{- if and $inside (eq .root.Values.dataAccessMode "ReadWriteOnce") }}
   affinity:
     {{- include "semantide.dataAffinity" .root | nindent 4 }}
   {{- else }}
@@ -185,11 +197,17 @@ spec:
       imagePullPolicy: {{ .root.Values.imagePullPolicy }}
       command: {{ toJson .command }}
       envFrom:
+        {{- if $inside }}
         {{- include "semantide.environmentFrom" .root | nindent 8 }}
+        {{- else }}
+        {{- include "semantide.settingsFrom" .root | nindent 8 }}
+        {{- end }}
       env:
+        {{- if $inside }}
         - name: SEMANTIDE_REDIS_URL
           valueFrom:
             {{- include "semantide.redisUrl" .root | nindent 12 }}
+        {{- end }}
         {{- if .http }}
         - name: SEMANTIDE_API_KEYS
           valueFrom:
@@ -238,7 +256,7 @@ spec:
         requests: {{ merge (dict) $accelerators ($resources.requests | default dict) | toJson }}
         limits: {{ merge (dict) $accelerators ($resources.limits | default dict) | toJson }}
       volumeMounts:
-        {{- include "semantide.volumeMounts" (dict "root" .root "ranks" (not .http)) | nindent 8 }}
+        {{- include "semantide.volumeMounts" (dict "root" .root "ranks" (not .http) "outside" (not $inside)) | trim | nindent 8 }}
   volumes:
-    {{- include "semantide.volumes" (dict "root" .root "ranks" (not .http)) | nindent 4 }}
+    {{- include "semantide.volumes" (dict "root" .root "ranks" (not .http) "outside" (not $inside)) | trim | nindent 4 }}
 {{- end -}}
