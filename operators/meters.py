@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from semantide.operators.actions import PatchStatus
 from semantide.operators.pods import seconds_of
 from semantide.operators.reconcile import Round
-from semantide.operators.resources import JobPhase, ServicePhase
+from semantide.operators.resources import JOB_KIND, SERVICE_KIND, JobPhase, ServicePhase
 from semantide.operators.snapshot import Snapshot
 
 _ROUND_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -34,6 +34,7 @@ class Meters:
         )
         self._of_services = (self._replicas, self._wished, self._outdated, self._unmeasured)
         self._npus = Gauge("semantide_operator_npus", "NPUs by state: free, held, or unhealthy", ["state"], registry=self.registry)
+        self._unreadable = Gauge("semantide_operator_unreadable", "Resources that make no sense and are left as they are", ["kind"], registry=self.registry)
         self._oldest = Gauge("semantide_operator_longest_wait_seconds", "Wait of the job that has been longest in line", registry=self.registry)
         self._leads = Gauge("semantide_operator_leads", "1 while this process leads", registry=self.registry)
         self._rounds = Histogram("semantide_operator_round_seconds", "Time of a round", buckets=_ROUND_BOUNDS, registry=self.registry)
@@ -47,7 +48,7 @@ class Meters:
         """Whether this process leads now; one that does not says nothing of the cluster, for what it saw last is no longer so."""
         self._leads.set(leads)
         if not leads:
-            for gauge in (self._jobs, self._services, *self._of_services, self._npus):
+            for gauge in (self._jobs, self._services, *self._of_services, self._unreadable, self._npus):
                 gauge.clear()
             self._oldest.set(0)
 
@@ -59,6 +60,9 @@ class Meters:
         services = Tally(service.status.phase for service in snapshot.services)
         for phase in get_args(ServicePhase):
             self._services.labels(phase).set(services[phase])
+        wrong = Tally(invalid.body["kind"] for invalid in snapshot.invalid)
+        for kind in (JOB_KIND, SERVICE_KIND):
+            self._unreadable.labels(kind).set(wrong[kind])
         for gauge in self._of_services:
             gauge.clear()
         for service in snapshot.services:

@@ -62,7 +62,7 @@ def serve(names: list[str], settings: Settings, console: bool = False) -> None:
     Queues.trace()
     rooms = [open_room(name, settings) for name in names]
     stack_meters.observe(rooms[0])
-    routers, ready, start = [operations_api.build(rooms[0])], [], []
+    routers, ready, start, failed = [operations_api.build(rooms[0])], [], [], []
     for room in rooms:
         door = _door(room.name, "api")
         if door is None:
@@ -70,9 +70,11 @@ def serve(names: list[str], settings: Settings, console: bool = False) -> None:
         routers.append(door.build(room))
         if hook := getattr(door, "ready", None):
             ready.append(lambda hook=hook, room=room: hook(room))
+        if hook := getattr(door, "failed", None):
+            failed.append(lambda hook=hook, room=room: hook(room))
         if hook := getattr(door, "start", None):
             start.append(lambda hook=hook, room=room: hook(room))
-    app = build_app(rooms, routers, ready, start)
+    app = build_app(rooms, routers, ready, start, failed)
     if console:
         from semantide.services.console.api import open_console
 

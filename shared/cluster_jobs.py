@@ -97,7 +97,7 @@ class NPUJobs:
         Raises: ClusterUnavailable.
         """
         found: dict[str, Found] = {}
-        more: dict[str, str] = {"resource_version": "0"}
+        more: dict[str, Any] = {"resource_version": "0"}
         while more:
             page = self._call("list_namespaced_custom_object", limit=_PAGE, **more)
             found |= {each.name: each for each in map(Found.of, page["items"]) if each.room == room}

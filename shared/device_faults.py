@@ -8,7 +8,7 @@ _RAISED_BY = ("torch", "torch_npu")
 _ACCELERATOR_ERROR = "AcceleratorError"
 # What the runtimes of NVIDIA, AMD and Ascend say; Ascend's codes of six digits that begin with 5 are of the device and its runtime, those with 1 and 2 of the caller.
 _SAID = re.compile(
-    r"^(?:CUDA|HIP|cuDNN|MIOpen)\b[^\n]{0,20}\berror\b"
+    r"^(?:CUDA|HIP|cuDNN|MIOpen)\b[^\n]{0,20}\berror\b|^Triton Error \[(?:CUDA|HIP)\]"
     r"|\bNPU\b[^\n]{0,20}\berror\b.{0,400}?\berror code(?: is|:)? ?5\d{5}\b"
     r"|\b(?:HBM MULTI BIT ECC|UCE) ERROR\b|\bDEVICE MEM ERROR\b",
     re.DOTALL,

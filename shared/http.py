@@ -131,11 +131,16 @@ class _BrokerWatch:
 
 
 def build_app(
-    rooms: Sequence[Room], routers: Sequence[APIRouter], ready: Sequence[Ready] = (), start: Sequence[Callable[[], Callable[[], None]]] = ()
+    rooms: Sequence[Room],
+    routers: Sequence[APIRouter],
+    ready: Sequence[Ready] = (),
+    start: Sequence[Callable[[], Callable[[], None]]] = (),
+    failed: Sequence[Callable[[], str]] = (),
 ) -> FastAPI:
     """One application for the given rooms.
 
-    ``ready`` hooks say whether a room can answer; each ``start`` runs at start-up and returns what to call at the end.
+    ``ready`` hooks say whether a room can answer; each ``start`` runs at start-up and returns what to call at the end; ``failed`` ones say what
+    went wrong with this process for good, so that whoever watches it starts it again.
     """
     room = rooms[0]
     keys = api_keys(room.settings)
@@ -157,8 +162,10 @@ def build_app(
     )
 
     @app.get("/healthz", tags=["health"], summary="The process is alive")
-    def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+    def healthz(response: Response) -> dict[str, str]:
+        if wrong := [text for hook in failed if (text := hook())]:
+            response.status_code = 503
+        return {"status": "; ".join(wrong) or "ok"}
 
     # A probe asks what this process can do: what all of them share may be away, and leaving would help nobody.
     watch = _BrokerWatch(room.settings.redis_url)

@@ -84,6 +84,11 @@ def ready(room: Room) -> tuple[bool, str]:
     return _service(room).ready()
 
 
+def failed(room: Room) -> str:
+    """What ended this process's work for good, so that only another one can go on; empty where nothing did."""
+    return _service(room).scheduler.device_error
+
+
 def build(room: Room) -> APIRouter:
     """Recommendations, promotion, rollback, splits."""
     router = APIRouter(prefix="/v1")

@@ -27,6 +27,7 @@ from semantide.services.serving.admission import Admission, GroupBounds
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.pace import Pace
 from semantide.services.serving.ticket import A, Begun, P, Passage, Q, SearchAgain, Stages, Ticket, Watcher
+from semantide.shared.device_faults import device_failed
 from semantide.shared.errors import TransientError
 from semantide.shared.telemetry import logger
 
@@ -84,6 +85,8 @@ class Scheduler(Generic[Q, P, A]):
         self._rows_under_way = self._requests_under_way = 0
         self._idle_workers = 0
         self._stopping = self._some_left = False
+        self.device_error = ""
+        """What a device said that failed under a request; nothing is computed on it any more until this process is started again."""
         self._pace = Pace()
         self._workers = workers
         self._threads = [threading.Thread(target=self._run_worker, name=f"serving-worker-{number}", daemon=True) for number in range(workers)]
@@ -163,6 +166,7 @@ class Scheduler(Generic[Q, P, A]):
             task.work()
         except Exception as error:  # a fault of ours: whoever waits is told, and the thread goes on
             logger("serving").error("a task of the scheduler failed", exc_info=True)
+            self._heed(error)
             for ticket in task.tickets:
                 ticket.fail(error)
 
@@ -277,6 +281,7 @@ class Scheduler(Generic[Q, P, A]):
             assembled: Sequence[P | Exception] = self._stages.assemble([ticket.query for ticket in live]) if live else []
             assert len(assembled) == len(live), (len(assembled), len(live))
         except Exception as error:
+            self._heed(error)
             assembled = [error] * len(live)
         end = self._clock()
         good = []
@@ -284,6 +289,7 @@ class Scheduler(Generic[Q, P, A]):
             ticket.note("queue", ticket.arrived, start)
             ticket.note("assemble", start, end)
             if isinstance(outcome, Exception):
+                self._heed(outcome)
                 ticket.fail(outcome)
                 continue
             ticket.prepared = outcome
@@ -353,6 +359,7 @@ class Scheduler(Generic[Q, P, A]):
 
     def _failed(self, group: Begun[Q, P, A], error: Exception) -> None:
         """One request alone is the cause; of several each gets a try of its own."""
+        self._heed(error)
         if len(group.tickets) == 1:
             group.tickets[0].fail(error)
             self._leave(group)
@@ -360,6 +367,11 @@ class Scheduler(Generic[Q, P, A]):
         for ticket in group.tickets:
             ticket.alone, ticket.since = True, self._clock()
         self._leave(group, group.tickets)
+
+    def _heed(self, error: Exception) -> None:
+        if not self.device_error and device_failed(error):
+            self.device_error = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger("serving").error("a device failed: this process can answer nothing more and must be started again", error=self.device_error)
 
     def _answer(self, group: Begun[Q, P, A]) -> None:
         start = self._clock()
@@ -378,6 +390,7 @@ class Scheduler(Generic[Q, P, A]):
             if isinstance(outcome, SearchAgain):
                 again.append(ticket)
             elif isinstance(outcome, Exception):
+                self._heed(outcome)
                 ticket.fail(outcome)
             else:
                 ticket.succeed(outcome)

@@ -137,6 +137,8 @@ class Service:
 
     def ready(self) -> tuple[bool, str]:
         """Whether requests can be answered, and by whom; a stack that has no model yet counts as ready."""
+        if self.scheduler.device_error:
+            return False, f"serving: its device failed ({self.scheduler.device_error}): this process must be started again"
         status, retriever, source = self.swapper.status, self.retrievers.current, self._settings.serving_source
         if source != "retriever" and self.swapper.bundle is not None and self.swapper.settled:
             return True, f"serving {self.swapper.bundle.pair.model}"

@@ -88,6 +88,33 @@ def test_printed_columns_exist(render: Render) -> None:
             assert schema["type"] == column["type"] or (column["type"], schema["type"]) == ("date", "string"), column
 
 
+def bounds(schema: Manifest, path: str = "") -> dict[str, Manifest]:
+    """The numbers of a schema by their path."""
+    found = {path: schema} if schema.get("type") in ("integer", "number") else {}
+    for name, inner in schema.get("properties", {}).items():
+        found |= bounds(inner, f"{path}.{name}")
+    return found
+
+
+@pytest.mark.parametrize(("value", "name"), [("jobKinds", "npujobs"), ("servingReplicas", "npuservices")])
+def test_numbers_that_the_chart_takes_are_taken_by_the_server(render: Render, lint: ModuleType, value: str, name: str) -> None:
+    schema = json.loads((lint.CHART / "values.schema.json").read_text())
+    entry = schema["properties"][value]["additionalProperties"]
+    taken = bounds(schema["$defs"][entry["$ref"].rpartition("/")[2]] if "$ref" in entry else entry)
+    kept = bounds(schema_of(definition(render, name))["spec"])
+    assert len(taken) >= 6
+    for path, own in taken.items():
+        for side, tighter in (("minimum", max), ("maximum", min)):
+            if side in kept[path]:
+                assert side in own and own[side] == tighter(own[side], kept[path][side]), f"{value}{path}: {side}"
+
+
+def test_operators_stand_on_nodes_of_their_own_where_they_can(render: Render) -> None:
+    pod = next(body for body in render("", "--set", "operatorReplicas=2") if body["kind"] == "Deployment" and body["metadata"]["name"].endswith("-operator"))
+    (spread,) = pod["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname" and spread["labelSelector"]["matchLabels"] == pod["spec"]["selector"]["matchLabels"]
+
+
 def rights(render: Render, *options: str) -> set[tuple[str, str, str]]:
     """(kind of role, resource, verb) of all that the operator's account may do."""
     manifests = render("", *options)

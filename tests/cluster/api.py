@@ -31,6 +31,7 @@ _GROUPS = {
     "statefulsets": "apis/apps/v1",
     "replicasets": "apis/apps/v1",
     "jobs": "apis/batch/v1",
+    "poddisruptionbudgets": "apis/policy/v1beta1",
     "leases": "apis/coordination.k8s.io/v1",
     "roles": "apis/rbac.authorization.k8s.io/v1",
     "rolebindings": "apis/rbac.authorization.k8s.io/v1",

@@ -130,6 +130,12 @@ def test_a_service_keeps_its_replicas(operator: OperatorProcess, played: Simulat
     first = until(lambda: len(found := running()) == 3 and found, "three replicas run")
     assert len({pod["spec"]["nodeName"] for pod in first}) == 3, "replicas of a service are spread"
     until(lambda: api.get("npuservices", "front", namespace)["status"].get("readyReplicas") == 3, "the status says so")
+    # What the chart makes for one with two replicas at least: the server finds how many there should be by the service's own scale.
+    metadata, chosen = {"name": "front"}, {"matchLabels": {"semantide.io/service": "front"}}
+    budget = {"apiVersion": "policy/v1beta1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": {"maxUnavailable": 1, "selector": chosen}}
+    api.create("poddisruptionbudgets", budget, namespace)
+    held = until(lambda: (said := api.get("poddisruptionbudgets", "front", namespace).get("status") or {}).get("expectedPods") and said, "it is reckoned with")
+    assert (held["expectedPods"], held["desiredHealthy"], held["disruptionsAllowed"]) == (3, 2, 1), held
     api.delete("pods", first[0]["metadata"]["name"], namespace, grace_seconds=0)
     gone = first[0]["metadata"]["uid"]
     until(lambda: len(found := running()) == 3 and gone not in {pod["metadata"]["uid"] for pod in found}, "a lost replica is replaced")

@@ -69,6 +69,7 @@ def test_figures_are_those_of_the_cluster(world: Callable[..., Any]) -> None:
     lab.operator = Rounds(lab.cluster, lab.settings, lambda: lab.now, meters=meters, writers=1)
     lab.submit("runs", npus=8)
     lab.submit("waits", pods=3, npus=8)
+    lab.submit("wrong", elastic={"min": 4, "max": 2})
     lab.settle()
     lab.end("runs", status=1)
     lab.settle(seconds=20)
@@ -79,5 +80,6 @@ def test_figures_are_those_of_the_cluster(world: Callable[..., Any]) -> None:
     assert samples["semantide_operator_jobs", "Running"] == 1 and samples["semantide_operator_jobs", "Pending"] == 1
     assert samples["semantide_operator_npus", "held"] == 8 and samples["semantide_operator_npus", "unhealthy"] == 8
     assert samples["semantide_operator_restarts_total",] == 1
+    assert (samples["semantide_operator_unreadable", "NPUJob"], samples["semantide_operator_unreadable", "NPUService"]) == (1, 0)
     assert samples["semantide_operator_longest_wait_seconds",] > 0
     assert samples["semantide_operator_wait_seconds_count",] == 2

@@ -243,6 +243,18 @@ def test_a_fault_of_the_scheduler_itself_is_told_to_whoever_waits(started, monke
     scheduler._stages.pool.__init__(1000)
 
 
+@pytest.mark.parametrize("stage", ["assemble", "begin"])
+@pytest.mark.parametrize(("said", "gone"), [("CUDA error: an illegal memory access was encountered", True), ("mat1 and mat2 shapes cannot be multiplied", False)])
+def test_a_device_that_failed_is_remembered_and_work_that_is_wrong_is_not(started, monkeypatch, stage, said, gone):
+    stages = Jobs()
+    scheduler = started(stages)
+    monkeypatch.setattr(stages, stage, lambda *_: (_ for _ in ()).throw(RuntimeError(said)))
+    with pytest.raises(RuntimeError):
+        scheduler.submit(Job("x")).result(PATIENCE)
+    monkeypatch.undo()
+    assert scheduler.device_error == (f"RuntimeError: {said}" if gone else "")
+
+
 def test_who_would_be_too_late_is_refused_at_once_unless_it_is_a_mere_burst(started):
     gate, stages, scheduler, first = held(started, deadline_seconds=1.0, bounds=GroupBounds(requests=1))
     burst = [scheduler.submit(Job("b", 50)) for _ in range(10)]

@@ -131,6 +131,12 @@ def test_health_says_what_is_wrong(make_room: Callable[[str], Any]) -> None:
     assert answer.status_code == 503 and answer.json()["problems"] == ["serving: no model could be loaded"]
     fine = TestClient(build_app([room], [], [lambda: (True, "serving model 7")])).get("/readyz")
     assert fine.status_code == 200 and fine.json() == {"status": "ok", "problems": [], "state": ["serving model 7"]}
+    said = [""]
+    watched = TestClient(build_app([room], [], failed=[lambda: said[0]]))
+    assert watched.get("/healthz").status_code == 200
+    said[0] = "RuntimeError: CUDA error: unspecified launch failure"
+    ended = watched.get("/healthz")
+    assert (ended.status_code, ended.json()) == (503, {"status": said[0]}), "a kubelet starts it again"
 
 
 def test_a_broker_that_goes_away_takes_no_process_out_of_service_but_none_begins_without_it(settings: Any, tmp_path: Any) -> None:
