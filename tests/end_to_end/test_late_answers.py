@@ -49,7 +49,9 @@ def test_late_answers_make_the_same_exposures(tmp_path: Path, logs: tuple[pa.Tab
     at_once, late = (stored(log, tmp_path / name, split) for name, log in zip(("at_once", "late"), logs, strict=True))
     columns = ["item", "time", "page", "tab", "position", "signals", "value", "propensity"]
     assert pq.read_table(at_once / "feedback.parquet", columns=columns).equals(pq.read_table(late / "feedback.parquet", columns=columns))
-    assert pq.read_table(at_once / "pages.parquet", columns=["time", "items", "actions"]).equals(pq.read_table(late / "pages.parquet", columns=["time", "items", "actions"]))
+    assert pq.read_table(at_once / "pages.parquet", columns=["time", "items", "actions"]).equals(
+        pq.read_table(late / "pages.parquet", columns=["time", "items", "actions"])
+    )
     data, feedback = Dataset.load(late), Feedback.load(late)
     assert data.header["page_report"] == Dataset.load(at_once).header["page_report"]
     # Nobody looks less at lower places here, and nobody tires.
