@@ -198,6 +198,8 @@ def _parts(shown: Shown, found: Exposures, ends: npt.NDArray[np.int64], splittin
     first, last = found.first, found.last
     if splitting.split == "last-page" and len(last):
         last = np.maximum.reduceat(last, np.flatnonzero(np.append(True, np.diff(found.page) != 0)))[found.page]
+    begun: npt.NDArray[np.int8]
+    done: npt.NDArray[np.int8]
     begun, done = ((shown.time[event] >= ends).sum(0).astype(np.int8) for event in (first, last))
     if splitting.split == "temporal":
         begun[(begun == 0) & (done > 0)] = -1
