@@ -7,7 +7,8 @@ Artifact ``datasets/...``:
     pages.parquet  user (row of users.parquet), time (ms), items (list<int32>), actions (list<string>), parts (list<int8>): everything shown on one page
     feedback.parquet  user (row of users.parquet, -1 for one who never liked anything), item (row), time (ms), page (number), tab (or null), position (on the
                    page), signals (list<string>, everything that was done with it), value, propensity (or null), part (0 train, 1 validation, 2 test, by its
-                   latest event): every item that was shown, once for each page
+                   latest event; a temporal split's by its first, -1 where that is in training's time and a later one is not): every item that was shown, once for
+                   each page
     dataset.json   configuration, counts, what cleaning dropped and why
 Of a user's n events, [:train_end] train, [train_end:valid_end] validate, [valid_end:] test. Nothing at or after
 ``train_end`` may reach training, collaborative vectors or popularity counts (``count`` counts training events only).

@@ -29,7 +29,7 @@ class Feedback:
     """Exposures, each with everything that was done.
 
     Shapes: all [X], ``signals_XS`` [X, S] whether each of ``signals`` was given. ``users`` are rows of the data set's users, -1 for one without; ``positions``
-    are -1, ``tabs`` (numbers among ``tab_names``) -1, ``propensities`` and ``values`` NaN where nothing is known; ``parts`` 0 train, 1 validation, 2 test.
+    are -1, ``tabs`` (numbers among ``tab_names``) -1, ``propensities`` and ``values`` NaN where nothing is known; ``parts`` 0 train, 1 validation, 2 test, -1 none of them.
     Units: ``times`` milliseconds since 1970-01-01 UTC.
     """
 

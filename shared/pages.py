@@ -37,7 +37,7 @@ def answers(intensities: npt.NDArray[np.floating], clicked_from: float = CLICKED
 class Pages:
     """Pages in order of user and time; items in the order in which they were first seen there.
 
-    Shapes: ``users_P``, ``times_P`` [P]; ``offsets_P1`` [P + 1]; ``items_S``, ``intensities_S``, ``parts_S`` (0 train, 1 validation, 2 test) [S].
+    Shapes: ``users_P``, ``times_P`` [P]; ``offsets_P1`` [P + 1]; ``items_S``, ``intensities_S``, ``parts_S`` (as a ``Feedback``'s) [S].
     Units: ``times_P``, of a page's first event, milliseconds.
     """
 

@@ -261,7 +261,9 @@ def evaluate(
     ] = None,
     logged: Annotated[
         str | None,
-        typer.Option(help="Ask the log instead what the models would have earned: `places`, at each place behind what was shown, or `pages` of their own"),
+        typer.Option(
+            help="Ask the log instead what the models would have earned: `places`, at each place behind what was shown, or `pages` of their own. For data sets with split=temporal"
+        ),
     ] = None,
     weights: Annotated[str, typer.Option(help="bfloat16 or int8: measure the generator in that form too, to see what it costs")] = "float32",
     dataset: str | None = None,

@@ -177,7 +177,7 @@ def write_dataset(
         "valid_time": splitting.valid_time if splitting.split == "temporal" else 0,
         "test_time": splitting.test_time if splitting.split == "temporal" else 0,
         "page_report": sum((PageCounts.from_flat(table["count"].to_numpy()) for table in finished.tables("page_counts")), PageCounts.nothing()).report(),
-        "pages": "an item on a page is of the part of its latest event there (parts: 0 train, 1 validation, 2 test); of a split by pages all items of a page are of one part",
+        "pages": "parts of the items on a page: 0 train, 1 validation, 2 test, -1 none; what has an event after training trains nowhere",
     }
     (folder / "dataset.json").write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
     return header

@@ -127,7 +127,7 @@ def finish(
 ) -> dict[str, Output]:
     """Histories, pages, exposures and counts of a part; users are numbered anew within it. ``rows`` gives items their rows, -1 where they have none.
 
-    An exposure is of one part, that of its latest event, so what is held out stands nowhere in training as shown and not taken; of a split by pages all of a page is.
+    An exposure is of one part with all that was done, see ``_parts``: what is held out stands nowhere in training as shown and not taken.
     """
     row_of = rows["row"].to_numpy()
     number, times = positives["user"].to_numpy(), positives["time"].to_numpy()
@@ -160,10 +160,8 @@ def finish(
         ends[:] = [[splitting.valid_time], [splitting.test_time]]
     else:
         ends[:, present] = time_at(parts.train_end), time_at(parts.valid_end)
-    user, last = shown.user[found.first], found.last
-    if splitting.split == "last-page" and len(last):
-        last = np.maximum.reduceat(last, np.flatnonzero(np.append(True, np.diff(found.page) != 0)))[found.page]
-    part = ((shown.time[last] >= ends[0][user]).astype(np.int8) + (shown.time[last] >= ends[1][user])).astype(np.int8)
+    user = shown.user[found.first]
+    part = _parts(shown, found, ends[:, user], splitting)
 
     row_of_user = np.full(users.num_rows, -1, np.int32)
     row_of_user[present] = np.arange(len(present), dtype=np.int32)
@@ -189,6 +187,24 @@ def finish(
         "page_counts": pa.table({"count": page_counts.flat()}),
         "figures": pa.table({name: pa.array([value], pa.int64()) for name, value in zip(FIGURES, figures, strict=True)}),
     }
+
+
+def _parts(shown: Shown, found: Exposures, ends: npt.NDArray[np.int64], splitting: SplitConfig) -> npt.NDArray[np.int8]:
+    """The part of each exposure: that of its latest event, of a split by pages that of its page's latest. ``ends`` [2, X] are the times from which on its user validates and tests.
+
+    A temporal split's later parts have what was shown in their time, whenever it was answered: with what was only answered then their rates would be too high. What was shown in
+    training's time and has an event after it is of no part, -1.
+    """
+    first, last = found.first, found.last
+    if splitting.split == "last-page" and len(last):
+        last = np.maximum.reduceat(last, np.flatnonzero(np.append(True, np.diff(found.page) != 0)))[found.page]
+    begun: npt.NDArray[np.int8]
+    done: npt.NDArray[np.int8]
+    begun, done = ((shown.time[event] >= ends).sum(0).astype(np.int8) for event in (first, last))
+    if splitting.split == "temporal":
+        begun[(begun == 0) & (done > 0)] = -1
+        return begun
+    return done
 
 
 def _pages(shown: Shown, found: Exposures, rows: npt.NDArray[np.int32], part: npt.NDArray[np.int8], signals: Signals) -> tuple[pa.Table, PageCounts]:

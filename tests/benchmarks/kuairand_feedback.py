@@ -110,5 +110,11 @@ def _events(log: pl.DataFrame, strongest: np.ndarray, before: pl.DataFrame, item
 if __name__ == "__main__":
     dataset, feedback, events = load(Path(sys.argv[1]))
     print(
-        len(dataset.user_ids), len(dataset.item_ids), len(dataset.items), len(feedback), np.bincount(feedback.parts), events.names, feedback.signals_XS.mean(0)
+        len(dataset.user_ids),
+        len(dataset.item_ids),
+        len(dataset.items),
+        len(feedback),
+        np.bincount(feedback.parts[feedback.parts >= 0], minlength=3),
+        events.names,
+        feedback.signals_XS.mean(0),
     )
