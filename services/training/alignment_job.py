@@ -174,7 +174,9 @@ def _check_judge(job: JobContext, config: AlignConfig, inputs: dict[str, str], l
         return
     for name in ("probes", "held_out_users"):
         if 0 < (many := getattr(config, name)) < _LEAST_JUDGED:
-            raise BadData(f"{name} is {many} beside a judge: of so few users no fall of it is beyond noise, and the guard would be blind; give at least {_LEAST_JUDGED}")
+            raise BadData(
+                f"{name} is {many} beside a judge: of so few users no fall of it is beyond noise, and the guard would be blind; give at least {_LEAST_JUDGED}"
+            )
     independent = "an independent judge is a reward model of other feedback or another seed; leave it out where there is none"
     if inputs["judge"] == inputs["reward"]:
         raise BadData(f"judge and reward are the same artifact: {independent}")

@@ -176,9 +176,7 @@ def reliability(
     return [(mean_of(p[part], w[part]), mean_of(y[part], w[part]), float(w[part].sum())) for part in bins]
 
 
-def calibration_error(
-    probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], num_bins: int = 20, weights_X: npt.NDArray[Any] | None = None
-) -> float:
+def calibration_error(probabilities_X: npt.NDArray[Any], labels_X: npt.NDArray[Any], num_bins: int = 20, weights_X: npt.NDArray[Any] | None = None) -> float:
     """Expected calibration error: how far mean prediction and rate of a bin are apart, over bins that weigh about the same. In [0, 1]."""
     bins = reliability(probabilities_X, labels_X, num_bins, weights_X)
     total = sum(weight for *_, weight in bins)

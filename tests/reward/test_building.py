@@ -224,7 +224,10 @@ def test_propensities_that_nobody_logged_are_estimated_where_that_is_asked_for(t
     # What is logged is on the same scale, whether the others are estimated or not: that of a recommender that was sure.
     some = np.arange(len(feedback)) % 2 == 0
     mixed = replace(feedback, propensities=np.where(some, true, np.nan).astype(np.float32))
-    both, plain = examples(dataset, mixed, recipe("tiny", {"propensities": "estimated", "max_weight": 100})), examples(dataset, mixed, recipe("tiny", {"max_weight": 100}))
+    both, plain = (
+        examples(dataset, mixed, recipe("tiny", {"propensities": "estimated", "max_weight": 100})),
+        examples(dataset, mixed, recipe("tiny", {"max_weight": 100})),
+    )
     inverse = np.where(some, 1 / true, 1)
     assert np.allclose(plain.weights_X, inverse / inverse[train].mean(), rtol=1e-5)
     assert np.allclose(both.weights_X[some], plain.weights_X[some], rtol=1e-3)
@@ -246,7 +249,9 @@ def test_what_a_recommender_chose_is_set_right_by_what_was_shown_at_random(tmp_p
     config, rates = recipe("tiny", {"epochs": 8, "batch_exposures": 256, "learning_rate": 0.01, "max_weight": max_weight}), {}
     weights = (found := examples(dataset, told, config)).weights_X
     train = found.use_X == TRAIN
-    assert weights[drawn].min() > 5 * weights[~drawn].max() and weights[train].mean() == pytest.approx(1, abs=1e-4) and weights[train].max() <= max_weight * 1.001
+    assert (
+        weights[drawn].min() > 5 * weights[~drawn].max() and weights[train].mean() == pytest.approx(1, abs=1e-4) and weights[train].max() <= max_weight * 1.001
+    )
     for debias in ("both", "position"):
         model = build(dataset, told, events, replace(config, debias=debias), {"click": 1.0}, 0, tmp_path / debias)
         preferences = np.mean([every_item(model, dataset, user)[0] for user in range(12)], 0)

@@ -146,7 +146,7 @@ def test_a_judge_that_few_users_ask_and_the_model_s_own_threshold_are_told(
         job = make_job("align", config=asked, inputs=inputs)
         monkeypatch.setattr(job, "configured", told.append)
         (warning,) = align(job, scorer).result["warnings"]
-        assert "the judge was asked for 60 users" in warning and told[0].clicked_from == threshold
+        assert "the judge was asked for 80 users" in warning and told[0].clicked_from == threshold
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from semantide.shared.models.calibration import Platt, area_under_curve, calibration_error, calibration_of, fit_calibration, log_loss, mean_of, reliability, sigmoid
+from semantide.shared.models.calibration import (
+    Platt,
+    area_under_curve,
+    calibration_error,
+    calibration_of,
+    fit_calibration,
+    log_loss,
+    mean_of,
+    reliability,
+    sigmoid,
+)
 
 
 def drawn(seed: int, slope: float = 0.5, shift: float = -1.0, num: int = 40_000) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +65,11 @@ def test_logits_in_the_wrong_order_are_not_turned_around() -> None:
     assert fitted.slope == 0 and fitted(np.zeros(1))[0] == pytest.approx(labels.mean())
 
 
-@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans(), st.integers(1, 4)), min_size=2, max_size=30).filter(lambda rows: len({label for _, label, _ in rows}) == 2))
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.booleans(), st.integers(1, 4)), min_size=2, max_size=30).filter(
+        lambda rows: len({label for _, label, _ in rows}) == 2
+    )
+)
 def test_an_example_of_weight_n_is_n_examples(rows: list[tuple[int, bool, int]]) -> None:
     scores, labels, weights = (np.array([row[column] for row in rows]) for column in range(3))
     p, many = sigmoid(scores), [np.repeat(each, weights) for each in (scores, labels)]
