@@ -100,6 +100,10 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     if leads:
         job.configured(resolved)
     world = _world(job, config, card, inputs, share.world.device)
+    if config.clicked_from and world.pages is not None and not (world.pages.intensities_S >= config.clicked_from).any():
+        raise BadData(
+            f"no item on any page has an action of intensity {config.clicked_from} or more, so nothing would be known to be right: lower clicked_from"
+        )
     load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
     reward = _reward(job, inputs["reward"], load, share)
     judge = load(inputs["judge"]) if "judge" in inputs else None

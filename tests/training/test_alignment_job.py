@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from semantide.services.training import alignment_job
@@ -183,6 +185,14 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
         (folder / "reward.json").write_text(json.dumps({"preference": {"click": number + 1}}))
         copies.append(store.put("rewards", folder))
     refused(BadData, "judge and reward have the same weights", reward=copies[0], judge=copies[1])
+    paged = tmp_path / "paged"
+    shutil.copytree(store.get(trained["dataset"]), paged, ignore=shutil.ignore_patterns("manifest.json"))
+    pq.write_table(pa.table({"user": [0], "time": [0], "items": pa.array([[1]], pa.list_(pa.int32())), "actions": [["click"]]}), paged / "pages.parquet")
+    header = json.loads((paged / "dataset.json").read_text())
+    (paged / "dataset.json").write_text(json.dumps({**header, "config": {**header.get("config", {}), "actions": {"click": 1.0}}}))
+    refused(
+        BadData, "no item on any page has an action of intensity 9.0 or more.*lower clicked_from", {"clicked_from": 9}, dataset=store.put("datasets", paged)
+    )
     catalog = Catalog.load(store.get(trained["catalog"]))
     Catalog(catalog.item_ids, catalog.codes, catalog.level_sizes, "e" * 64).save(tmp_path / "other")
     refused(Conflict, "the model was trained for tokenizer ffffffffffff", catalog=store.put("catalogs", tmp_path / "other"))
