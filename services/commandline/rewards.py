@@ -12,6 +12,8 @@ from semantide.services.commandline.jobs import AsJson, Wait, run_kind
 from semantide.services.commandline.overrides import OnCluster, Overrides
 from semantide.shared.config import Settings
 
+_ALIKE = 0.999  # share of exposures in effect from which on their weights need no words
+
 
 def reward(
     recipe: Annotated[str, typer.Option(help="standard, or tiny for a first look")] = "",
@@ -54,6 +56,13 @@ def _show(result: dict[str, Any]) -> None:
         for name, found in result["signals"].items()
     ]
     display.table(f"Signals, measured on {result['measured_on']}", ["signal", "rate", "AUC", "calibration error", "where shown", "calibration", "weight"], rows)
+    if result["debiased"]["effective_share"] < _ALIKE:
+        shown = {name: found.get("shown", found)["auc"] for name, found in result["signals"].items()}  # one of an earlier version had those alone
+        alike = ", ".join(f"{name} {auc:.4f}" for name, auc in shown.items() if auc is not None)
+        display.console.print(
+            f"exposures count by inverse propensities: {result['debiased']['effective_share']:.1%} of them would say as much if they counted alike; AUC where they do: {alike}",
+            highlight=False,
+        )
     gate = result["gate"]
     display.console.print(
         f"the gate lets {gate['positives_pass']:.1%} of held-out positives pass, and {gate['others_pass']:.1%} of other items", highlight=False

@@ -175,7 +175,7 @@ def _weights(feedback: Feedback, train: npt.NDArray[np.bool_], config: RewardTra
         inverse_X[~logged] = (1 / shares_X / (1 / shares_X[train & ~logged]).mean())[~logged]
     inverse_X[logged] = 1 / feedback.propensities[logged].astype(np.float64)
     capped_X = np.minimum(inverse_X, bound_of(inverse_X[train], config.max_weight))
-    return (capped_X / capped_X[train].mean()).astype(np.float32)
+    return np.asarray(capped_X / capped_X[train].mean(), dtype=np.float32)
 
 
 def bound_of(inverse_X: npt.NDArray[np.float64], max_weight: float) -> float:

@@ -95,10 +95,15 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     card = card_of(job, inputs["model"])
     if card["model_type"] != "generator":
         raise Conflict(f"the model {inputs['model'][:24]}... is a {card['model_type']}: only a generator can be aligned")
-    config = replace(config, clicked_from=config.clicked_from or _clicked_from(card))
+    # What the run stands on; its checkpoints keep what was asked for, as those of earlier versions do.
+    resolved = replace(config, clicked_from=config.clicked_from or _clicked_from(card))
     if leads:
-        job.configured(config)
+        job.configured(resolved)
     world = _world(job, config, card, inputs, share.world.device)
+    if config.clicked_from and world.pages is not None and not (world.pages.intensities_S >= config.clicked_from).any():
+        raise BadData(
+            f"no item on any page has an action of intensity {config.clicked_from} or more, so nothing would be known to be right: lower clicked_from"
+        )
     load = load_scorer or (lambda ref: RewardScorer(ref, PreferenceModel.load(job.store.get(ref)), inputs["dataset"], job.store.get(inputs["dataset"])))
     reward = _reward(job, inputs["reward"], load, share)
     judge = load(inputs["judge"]) if "judge" in inputs else None
@@ -119,7 +124,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
         config,
         world.generator,
         world.rollouter,
-        Prompts(world.dataset, config, job.spec.seed, world.pages),
+        Prompts(world.dataset, resolved, job.spec.seed, world.pages),
         terms,
         reward,
         test,
@@ -150,7 +155,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     own = {
         **card,
         "recipe": config.recipe,
-        "alignment": asdict(config),
+        "alignment": asdict(resolved),
         "aligned_from": inputs["model"],
         "reward": inputs["reward"],
         "judge": inputs.get("judge"),
@@ -159,7 +164,7 @@ def align(job: JobContext, load_scorer: LoadScorer | None = None, ranks: World |
     (folder / "semantide.json").write_text(json.dumps(own, indent=1, sort_keys=True) + "\n")
     (folder / "alignment.json").write_text(json.dumps({"tests": state.tests}) + "\n")
     catalog = inputs.get("catalog") or card["catalog"]
-    ref = job.store.put("models", folder, config=asdict(config), inputs={**inputs, "catalog": catalog}, seed=job.spec.seed)
+    ref = job.store.put("models", folder, config=asdict(resolved), inputs={**inputs, "catalog": catalog}, seed=job.spec.seed)
     job.send(ModelTrained(job_id=job.id, model=ref, catalog=catalog, promote=False if state.stopped else promote))
     for name in ("checkpoints", "model"):
         job.discard(job.workdir / name)

@@ -362,10 +362,13 @@ def test_a_reward_names_its_inputs_and_shows_what_its_signals_are_worth(
     )
     assert {job["spec"]["config"]["preference"]["click"] for job in jobs} == {1, 2}
     assert "trains nothing" in str(invoke("reward", "--weigh", ref["rewards"], "--dataset", ref["datasets"]).exception)
-    figures = {"rate": 0.4, "auc": None, "calibration_error": 0.01, "calibration_error_placed": 0.02, "calibration": "platt"}
-    rewards._show({"signals": {"click": figures}, "preference": {"click": 2.0}, "measured_on": "test", "gate": {"positives_pass": 0.95, "others_pass": 0.4}})
-    shown = capsys.readouterr().out
-    assert "click" in shown and "40.00%" in shown and "95.0%" in shown
+    figures = {"rate": 0.4, "auc": None, "calibration_error": 0.01, "calibration_error_placed": 0.02, "calibration": "platt", "shown": {"auc": 0.7123}}
+    result = {"signals": {"click": figures}, "preference": {"click": 2.0}, "measured_on": "test", "gate": {"positives_pass": 0.95, "others_pass": 0.4}}
+    for share in (1.0, 0.125):
+        rewards._show({**result, "debiased": {"effective_share": share}})
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "click" in shown and "40.00%" in shown and "95.0%" in shown
+        assert ("12.5% of them" in shown and "click 0.7123" in shown) == (share < 1)
 
 
 def test_a_user_is_exported_and_forgotten(client: Client, broker: Any, tmp_path: Path) -> None:

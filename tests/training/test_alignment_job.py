@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from semantide.services.training import alignment_job
@@ -105,6 +107,7 @@ def test_a_job_that_was_cut_off_makes_the_same_model(make_job: MakeJob, trained:
     assert outcome.result["judge"] is None and "no independent judge was given" in outcome.result["warnings"][0]
     job = make_job("align", config=SHORT, inputs=trained, seed=4)
     asked = [0]
+    earlier: list[Path] = []
 
     def check() -> None:
         asked[0] += 1
@@ -114,7 +117,15 @@ def test_a_job_that_was_cut_off_makes_the_same_model(make_job: MakeJob, trained:
     job.check_cancelled = check  # type: ignore[method-assign]
     with pytest.raises(JobCancelled):
         align(job, scorer)
-    assert align(job, scorer).artifacts == whole
+    # A run that an earlier version began knows nothing of what has come since.
+    for path in job.workdir.rglob("*.json"):
+        kept = json.loads(path.read_text())
+        if isinstance(kept, dict) and "steps" in (kept.get("config") or {}):
+            for name in ("weighing", "clicked_from"):
+                del kept["config"][name]
+            path.write_text(json.dumps(kept))
+            earlier.append(path)
+    assert align(job, scorer).artifacts == whole and earlier
 
 
 @pytest.mark.usefixtures("alone")
@@ -146,7 +157,7 @@ def test_a_judge_that_few_users_ask_and_the_model_s_own_threshold_are_told(
         job = make_job("align", config=asked, inputs=inputs)
         monkeypatch.setattr(job, "configured", told.append)
         (warning,) = align(job, scorer).result["warnings"]
-        assert "the judge was asked for 60 users" in warning and told[0].clicked_from == threshold
+        assert "the judge was asked for 80 users" in warning and told[0].clicked_from == threshold
 
 
 @pytest.mark.usefixtures("alone")
@@ -174,6 +185,14 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
         (folder / "reward.json").write_text(json.dumps({"preference": {"click": number + 1}}))
         copies.append(store.put("rewards", folder))
     refused(BadData, "judge and reward have the same weights", reward=copies[0], judge=copies[1])
+    paged = tmp_path / "paged"
+    shutil.copytree(store.get(trained["dataset"]), paged, ignore=shutil.ignore_patterns("manifest.json"))
+    pq.write_table(pa.table({"user": [0], "time": [0], "items": pa.array([[1]], pa.list_(pa.int32())), "actions": [["click"]]}), paged / "pages.parquet")
+    header = json.loads((paged / "dataset.json").read_text())
+    (paged / "dataset.json").write_text(json.dumps({**header, "config": {**header.get("config", {}), "actions": {"click": 1.0}}}))
+    refused(
+        BadData, "no item on any page has an action of intensity 9.0 or more.*lower clicked_from", {"clicked_from": 9}, dataset=store.put("datasets", paged)
+    )
     catalog = Catalog.load(store.get(trained["catalog"]))
     Catalog(catalog.item_ids, catalog.codes, catalog.level_sizes, "e" * 64).save(tmp_path / "other")
     refused(Conflict, "the model was trained for tokenizer ffffffffffff", catalog=store.put("catalogs", tmp_path / "other"))
