@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from semantide.kernels import native
 from semantide.kernels.dispatch import kernel
 from semantide.kernels.fusion_plan import FusionPlan
 from semantide.kernels.native_jagged_fusion import attend, native_library
+
+_BOUNDS = "_semantide_bounds"  # an offsets tensor's attribute: its version when it was read, and its numbers
 
 
 @kernel
@@ -73,7 +75,7 @@ def jagged_attention_by_length(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, offs
     Sequences that stand in order of length cost no gathering: a group is then a view of the pack.
     """
     share = _check_packed(q_THD, k_TGD, v_TGD)
-    plan = _plan(tuple(packed_bounds(offsets_B1, len(q_THD))))
+    plan = _plan(packed_bounds(offsets_B1, len(q_THD)))
     outputs = []
     for group in plan.groups:
         q_BHLD, k_BHLD, v_BHLD = (
@@ -164,7 +166,7 @@ def beam_attention_by_length(
 ) -> Tensor:
     """Batch the requests whose prompts have equal length; beams and heads that share keys become rows of one matrix product."""
     share = _check_beams(q_RWHD, prompt_k_TGD, prompt_v_TGD, offsets_R1, own_k_NGD, own_v_NGD, ancestors_RWS)
-    plan = _plan(tuple(packed_bounds(offsets_R1, len(prompt_k_TGD))))
+    plan = _plan(packed_bounds(offsets_R1, len(prompt_k_TGD)))
     width, steps = q_RWHD.shape[1], ancestors_RWS.shape[-1]
     q_RGMD = (q_RWHD / math.sqrt(q_RWHD.shape[-1])).unflatten(2, (-1, share)).transpose(1, 2).flatten(2, 3)
     outputs, sums, order = [], [], []
@@ -248,15 +250,30 @@ def _plan(bounds: tuple[int, ...]) -> _Plan:
     return _Plan(tuple(groups), inverse, empty)
 
 
-def packed_bounds(offsets: Tensor, tokens: int) -> list[int]:
-    """The offsets as numbers.
+def packed_offsets(lengths: Iterable[int], device: torch.device | str) -> Tensor:
+    """Offsets of packed sequences of these lengths; ``packed_bounds`` never reads them back from the device, however many layers ask, unless they are changed."""
+    bounds = tuple(accumulate(lengths, initial=0))
+    with torch.inference_mode(False):  # tensors of that mode do not tell that they were changed
+        offsets = torch.tensor(bounds, device=device)
+    vars(offsets)[_BOUNDS] = offsets._version, bounds
+    return offsets
+
+
+def packed_bounds(offsets: Tensor, tokens: int) -> tuple[int, ...]:
+    """The offsets as numbers; those of a tensor are read and checked once for all the layers that ask.
 
     Raises: ValueError where they do not ascend from 0 to the number of tokens.
     """
-    bounds: list[int] = offsets.tolist()
+    version = None if offsets.is_inference() else offsets._version
+    known: tuple[int, tuple[int, ...]] | None = vars(offsets).get(_BOUNDS)
+    if known is not None and version == known[0] and known[1][-1] == tokens:
+        return known[1]
+    bounds = tuple(offsets.tolist())
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens or not _ascending(bounds):
         shown = f"{bounds[:3]}...{bounds[-2:]}"
         raise ValueError(f"offsets {shown} do not cover {tokens} tokens: give one more offset than sequences, ascending from 0 to {tokens}")
+    if version is not None:
+        vars(offsets)[_BOUNDS] = version, bounds
     return bounds
 
 

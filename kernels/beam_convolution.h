@@ -11,8 +11,10 @@ static inline Floats widened_some(const Record* from, int64_t many) {
 // What is kept for beams to come, of all beams before any is convolved: nodes of a tree may follow one another.
 template <typename Record>
 static void keep_inputs(const BeamConvolution& a, int64_t begin, int64_t end) {
-  for (int64_t beam = begin; beam < end; ++beam)
-    keep_row(static_cast<Record*>(a.own) + a.rows[(beam + 1) * a.steps - 1] * a.channels, a.x + beam * a.x_row, a.channels);
+  for (int64_t beam = begin; beam < end; ++beam) {
+    const int64_t row = a.rows[(beam + 1) * a.steps - 1];
+    if (row >= 0) keep_row(static_cast<Record*>(a.own) + row * a.channels, a.x + beam * a.x_row, a.channels);
+  }
 }
 
 template <typename Record>

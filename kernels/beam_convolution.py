@@ -19,7 +19,7 @@ from semantide.kernels.dispatch import kernel
 def beam_convolution(x_BC: Tensor, weight_CK: Tensor, before_RQC: Tensor, requests_B: Tensor, own_NC: Tensor, rows_BS: Tensor) -> Tensor:
     """SiLU of each channel's weighted sum of the beam's last K inputs, the prompt's last ones where the beam has fewer; the new ones are kept in ``own_NC``.
 
-    The row to keep them in is the last of ``rows_BS``, the others lead to those before, oldest first, with -1 before the oldest where beams differ in depth.
+    The row to keep them in is the last of ``rows_BS`` (-1: nowhere), the others lead to those before, oldest first, with -1 before the oldest where beams differ in depth.
     What is kept may be of a shorter type.
 
     Shapes: [B, C], [C, K], [R, Q, C], [B], [N, C], [B, S] -> [B, C].
@@ -27,7 +27,8 @@ def beam_convolution(x_BC: Tensor, weight_CK: Tensor, before_RQC: Tensor, reques
     """
     _check(x_BC, weight_CK, before_RQC, own_NC, rows_BS)
     taps = weight_CK.shape[1]
-    own_NC[rows_BS[:, -1]] = as_record(x_BC, own_NC.dtype)
+    kept_B = rows_BS[:, -1] >= 0
+    own_NC[rows_BS[kept_B, -1]] = as_record(x_BC[kept_B], own_NC.dtype)
     y_BC = x_BC * weight_CK[:, -1]
     depth_B = (rows_BS[:, :-1] >= 0).sum(1)
     for back in range(1, taps):

@@ -171,7 +171,7 @@ static inline void replay_tail(const BeamLinear& a, const Record* deltas, const 
 static inline const int64_t* ancestors_of(const BeamLinear& a, int64_t beam, int64_t* behind) {
   const int64_t* rows = a.rows + beam * a.steps;
   int64_t first = 0;
-  while (rows[first] < 0) ++first;
+  while (first < a.steps - 1 && rows[first] < 0) ++first;
   *behind = a.steps - 1 - first;
   return rows + first;
 }
@@ -192,6 +192,7 @@ static void beam_linear_block(const BeamLinear& a, int64_t group, int64_t begin,
   float* delta = sum + size;                                            // [columns]
   for (int64_t beam = begin; beam < end; ++beam) {
     const int64_t row = a.rows[(beam + 1) * a.steps - 1];
+    if (row < 0) continue;  // nothing comes after it that would replay it
     keep_row(own_k + row * a.groups * size, a.k + beam * a.k_beam + group * a.k_head, size);
     std::memcpy(a.own_decay + (row * a.heads + group * share) * a.decays, a.g + (beam * a.heads + group * share) * a.decays, share * a.decays * sizeof(float));
   }
@@ -272,7 +273,7 @@ static void beam_linear_block(const BeamLinear& a, int64_t group, int64_t begin,
           weights[2 * j + 1] = dot[2 * j + 1] * decays[j + 1];
         }
       }
-      const int64_t own = rows[behind] * a.heads + head;
+      const int64_t own = rows[behind] < 0 ? -1 : rows[behind] * a.heads + head;
       const float beta = a.beta ? a.beta[beam * a.heads + head] : 1.0f;
       const float *u_q = u + (beam - begin) * columns, *u_k = u + (n + beam - begin) * columns, *v = a.v + beam * a.v_beam + head * a.v_head;
       const Record* deltas = own_delta + head * a.value_size;
@@ -283,7 +284,7 @@ static void beam_linear_block(const BeamLinear& a, int64_t group, int64_t begin,
       for (; i + 4 * kLanes <= a.value_size; i += 4 * kLanes) replay<4>(a, deltas + i, rows, behind, weights, scale, beta, with_self, u_q + i, u_k + i, v + i, delta + i, out + i);
       for (; i + kLanes <= a.value_size; i += kLanes) replay<1>(a, deltas + i, rows, behind, weights, scale, beta, with_self, u_q + i, u_k + i, v + i, delta + i, out + i);
       replay_tail(a, deltas + i, rows, behind, weights, scale, beta, with_self, u_q + i, u_k + i, v + i, delta + i, out + i, a.value_size - i);
-      keep_row(own_delta + own * a.value_size, delta, a.value_size);
+      if (own >= 0) keep_row(own_delta + own * a.value_size, delta, a.value_size);
     }
   }
 }

@@ -30,6 +30,8 @@ from semantide.kernels.dispatch import kernel
 RECORD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the C++ kernels keep of beams' tokens, and how their structures call it."""
 
+_CHUNK_BYTES = 4 << 20  # of states that are made at a time
+
 
 @dataclass(frozen=True)
 class BeamRecords:
@@ -84,7 +86,7 @@ def beam_linear_attention(
     records: BeamRecords,
     rows_BS: Tensor,
 ) -> Tensor:
-    """What each beam's new token reads [B, H, e]; its record is written to the row that ``rows_BS`` names last.
+    """What each beam's new token reads [B, H, e]; its record is written to the row that ``rows_BS`` names last, or nowhere where that is -1.
 
     ``bases_B`` says from which state a beam goes on, the other columns of ``rows_BS`` which records stand between, oldest first; where beams differ in depth,
     -1 stands before the oldest. Ancestors of one call have to come before their descendants. Without ``beta_BH`` there is no delta rule.
@@ -96,10 +98,10 @@ def beam_linear_attention(
     _check_rows(bases_B, len(states_MHde), rows_BS, len(records))
     share = v_BHe.shape[1] // k_BGd.shape[1]
     o_BHe = torch.empty_like(v_BHe)
-    depth_B = (rows_BS >= 0).sum(1)
+    depth_B = (rows_BS[:, :-1] >= 0).sum(1)
     for depth, base in torch.stack([depth_B, bases_B], 1).unique(dim=0).tolist():
         chosen_n = ((depth_B == depth) & (bases_B == base)).nonzero().squeeze(1)
-        behind_nt, own_n = rows_BS[chosen_n, rows_BS.shape[1] - depth : -1], rows_BS[chosen_n, -1]
+        behind_nt, own_n = rows_BS[chosen_n, rows_BS.shape[1] - 1 - depth : -1], rows_BS[chosen_n, -1]
         k_nGd, v_nHe = k_BGd[chosen_n], v_BHe[chosen_n]
         x_n2Hd = torch.stack([q_BGd[chosen_n], k_nGd], 1).repeat_interleave(share, 2)
         past = records.rows(behind_nt)
@@ -111,8 +113,9 @@ def beam_linear_attention(
         u_n2He = u_n2He + torch.einsum("nxth,nthe->nxhe", weights_n2tH, delta_ntHe)
         delta_nHe = v_nHe if beta_BH is None else beta_BH[chosen_n].unsqueeze(-1) * (v_nHe - u_n2He[:, 1])
         o_BHe[chosen_n] = u_n2He[:, 0] + (x_n2Hd[:, 0] * x_n2Hd[:, 1]).sum(-1, keepdim=True) * delta_nHe
-        records.k_NGd[own_n], records.delta_NHe[own_n] = as_record(k_nGd, records.k_NGd.dtype), as_record(delta_nHe, records.delta_NHe.dtype)
-        records.decay_NH1[own_n] = g_BH1[chosen_n]
+        kept_n, own_n = own_n >= 0, own_n[own_n >= 0]
+        records.k_NGd[own_n], records.delta_NHe[own_n] = as_record(k_nGd[kept_n], records.k_NGd.dtype), as_record(delta_nHe[kept_n], records.delta_NHe.dtype)
+        records.decay_NH1[own_n] = g_BH1[chosen_n][kept_n]
     return o_BHe
 
 
@@ -188,7 +191,19 @@ def as_record(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def materialise(states_MHde: Tensor, bases_B: Tensor, records: BeamRecords, rows_BS: Tensor) -> Tensor:
-    """The state of each beam [B, H, d, e] after all the tokens of its row: what replaying them each time becomes dearer than at some depth."""
+    """The state of each beam [B, H, d, e] after all the tokens of its row: what replaying them each time becomes dearer than at some depth.
+
+    Beside the result there is never more than a few megabytes.
+    """
+    states_BHde = states_MHde.new_empty(len(bases_B), *states_MHde.shape[1:])
+    many = max(1, _CHUNK_BYTES // max(1, states_MHde[:1].nbytes))
+    for begin in range(0, len(bases_B), many):
+        some = slice(begin, begin + many)
+        states_BHde[some] = _materialised(states_MHde, bases_B[some], records, rows_BS[some])
+    return states_BHde
+
+
+def _materialised(states_MHde: Tensor, bases_B: Tensor, records: BeamRecords, rows_BS: Tensor) -> Tensor:
     past = records.rows(rows_BS)
     sums_BSH1 = past.decay_NH1.flip(1).cumsum(1).flip(1)
     after_BSH1 = torch.cat([sums_BSH1[:, 1:], torch.zeros_like(sums_BSH1[:, :1])], 1)
@@ -249,17 +264,18 @@ def _check_rows(bases_B: Tensor, states: int, rows_BS: Tensor, records: int) -> 
     """Every base and row exists, what is missing stands first, and a row of this call is written before it is read."""
     if not len(rows_BS):
         return
-    known_BS = rows_BS >= 0
-    own_B = rows_BS[:, -1] if rows_BS.shape[1] else rows_BS.new_empty(0)
+    known_BS = rows_BS[:, :-1] >= 0
     if bool((bases_B < 0).any() or (bases_B >= states).any()):
         raise ValueError(f"bases from {int(bases_B.min())} to {int(bases_B.max())}, but there are {states} states")
-    if not len(own_B) or bool((rows_BS < -1).any() or (rows_BS >= records).any() or (own_B < 0).any() or (known_BS[:, :-1] & ~known_BS[:, 1:]).any()):
+    if not rows_BS.shape[1] or bool((rows_BS < -1).any() or (rows_BS >= records).any() or (known_BS[:, :-1] & ~known_BS[:, 1:]).any()):
         raise ValueError(
             f"rows {tuple(rows_BS.shape)} from {int(rows_BS.min()) if rows_BS.numel() else None} to {int(rows_BS.max()) if rows_BS.numel() else None}, but there "
-            f"are {records} records: name the ancestors' rows, then the row to write, with -1 only before the oldest"
+            f"are {records} records: name the ancestors' rows, then the row to write, with -1 only before the oldest, and last where nothing is recorded"
         )
-    place_N = torch.full((records,), -1, dtype=torch.long, device=rows_BS.device)
-    order_B = torch.arange(len(own_B), device=rows_BS.device)
-    place_N[own_B] = order_B
-    if bool((place_N[own_B] != order_B).any() or (known_BS & (place_N[rows_BS] >= order_B[:, None]))[:, :-1].any()):
+    place_N = torch.full((records + 1,), -1, dtype=torch.long, device=rows_BS.device)  # what is not recorded has no place
+    order_B = torch.arange(len(rows_BS), device=rows_BS.device)
+    written_B = rows_BS[:, -1] >= 0
+    own_b = rows_BS[written_B, -1]
+    place_N[own_b] = order_B[written_B]
+    if bool((place_N[own_b] != order_B[written_B]).any() or (known_BS & (place_N[rows_BS[:, :-1]] >= order_B[:, None])).any()):
         raise ValueError("two beams write one row, or a row is read before it is written: give each beam a row of its own, ancestors before descendants")

@@ -133,7 +133,7 @@ def _by_chunks(
     wide, device = _wide(v_THe.dtype), v_THe.device
     heads, key_size, value_size = v_THe.shape[1], k_TGd.shape[2], v_THe.shape[2]
     run = 16 if rule.per_channel else 64
-    plan = _plan(tuple(packed_bounds(offsets_B1, len(v_THe))), run)
+    plan = _plan(packed_bounds(offsets_B1, len(v_THe)), run)
     state_BHde = v_THe.new_zeros(len(offsets_B1) - 1, heads, key_size, value_size, dtype=wide) if state_BHde is None else state_BHde.to(wide)
     if not plan.widths:
         return Walked(v_THe, state_BHde, state_BHde[:0], None if beta_TH is None else v_THe.to(wide), run)

@@ -41,7 +41,7 @@ int64_t by_rows(void (*body)(const Arguments&, int64_t, int64_t), const Argument
 }  // namespace
 
 // Raised with every change of the structures in arguments.h, so that a stale build is noticed.
-EXPORT int64_t semantide_version() { return 9; }
+EXPORT int64_t semantide_version() { return 10; }
 
 EXPORT const char* semantide_instructions() { return bodies().name; }
 
@@ -243,14 +243,15 @@ EXPORT int64_t semantide_beam_linear(const BeamLinear* given, int64_t threads) {
   int64_t low = a.num_records, high = -1;
   for (int64_t beam = 0; beam < a.beams; ++beam) {
     const int64_t* rows = a.rows + beam * a.steps;
-    if (a.bases[beam] < 0 || a.bases[beam] >= a.num_states || rows[a.steps - 1] < 0) return 1;
+    if (a.bases[beam] < 0 || a.bases[beam] >= a.num_states) return 1;
     for (int64_t s = 0; s < a.steps; ++s)
-      if (rows[s] < -1 || rows[s] >= a.num_records || (s && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
-    low = std::min(low, rows[a.steps - 1]), high = std::max(high, rows[a.steps - 1]);
+      if (rows[s] < -1 || rows[s] >= a.num_records || (s && s < a.steps - 1 && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
+    if (rows[a.steps - 1] >= 0) low = std::min(low, rows[a.steps - 1]), high = std::max(high, rows[a.steps - 1]);
   }
   // Of each row that is written: not in this call (0), not yet (1), or by a beam before (2).
   std::vector<char> written(std::max<int64_t>(0, high - low + 1));
   for (int64_t beam = 0; beam < a.beams; ++beam) {
+    if (a.rows[(beam + 1) * a.steps - 1] < 0) continue;
     char& mark = written[a.rows[(beam + 1) * a.steps - 1] - low];
     if (mark) return 2;
     mark = 1;
@@ -263,7 +264,7 @@ EXPORT int64_t semantide_beam_linear(const BeamLinear* given, int64_t threads) {
         if (written[rows[s] - low] == 1) return 2;
         ordered = true;
       }
-    written[rows[a.steps - 1] - low] = 2;
+    if (rows[a.steps - 1] >= 0) written[rows[a.steps - 1] - low] = 2;
   }
   // Beams of one state stay together as far as there is work for every thread; of some tens of them all heads follow one another, whose tokens are neighbours,
   // as long as a state lies in the second-level cache meanwhile. Beams that follow one another stay in order.
@@ -308,9 +309,9 @@ EXPORT int64_t semantide_beam_convolution(const BeamConvolution* given, int64_t 
   const BeamConvolution& a = *given;
   for (int64_t beam = 0; beam < a.beams; ++beam) {
     const int64_t* rows = a.rows + beam * a.steps;
-    if (a.requests_of[beam] < 0 || a.requests_of[beam] >= a.requests || rows[a.steps - 1] < 0) return 1;
+    if (a.requests_of[beam] < 0 || a.requests_of[beam] >= a.requests) return 1;
     for (int64_t s = 0; s < a.steps; ++s)
-      if (rows[s] < -1 || rows[s] >= a.num_kept || (s && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
+      if (rows[s] < -1 || rows[s] >= a.num_kept || (s && s < a.steps - 1 && rows[s] < 0 && rows[s - 1] >= 0)) return 1;
   }
   const int64_t chunk = 32, chunks = (a.beams + chunk - 1) / chunk;
   const Bodies& body = bodies();

@@ -12,7 +12,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-VERSION = 9  # of the structures' layout; the library names its own
+VERSION = 10  # of the structures' layout; the library names its own
 
 _KERNELS = tuple(
     f"semantide_{name}"

@@ -5,6 +5,7 @@ Legend: as in attention.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ _MASK_TOKENS = 2048  # of the compressed mask that the operator wants for whatev
 _CAUSAL = 2  # its sparse mode: each query sees its own place and those before it
 
 
-def causal_attention_npu(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: list[int], scale: float) -> Tensor:
+def causal_attention_npu(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds: Sequence[int], scale: float) -> Tensor:
     """Causal softmax attention of packed sequences with grouped queries; gradients come from the operator.
 
     Shapes: ``bounds`` as numbers, first 0, last T; returns [T, H, D].

@@ -94,7 +94,8 @@ def _step(  # type: ignore[no-untyped-def]
     if own_delta.dtype.element_ty == tl.float16:  # what is too large for it becomes its largest
         k_MD = tl.minimum(tl.maximum(k_MD, -65504.0), 65504.0)
         new_ME = tl.minimum(tl.maximum(new_ME, -65504.0), 65504.0)
-    own_M = tl.load(rows + beam_M * steps + steps - 1, mask=live_M, other=0)
+    own_M = tl.load(rows + beam_M * steps + steps - 1, mask=live_M, other=-1)
+    live_M, keys_MD, values_ME = live_M & (own_M >= 0), keys_MD & (own_M[:, None] >= 0), values_ME & (own_M[:, None] >= 0)  # others are not recorded
     tl.store(own_delta + (own_M[:, None] * heads + head) * value_size + e_E[None, :], new_ME.to(own_delta.dtype.element_ty), mask=values_ME)
     if tl.program_id(2) == 0:
         if each:
@@ -120,7 +121,7 @@ def beam_linear_attention_triton(
     (_, groups, size), (heads, value_size), steps = k_BGd.shape, v_BHe.shape[1:], rows_BS.shape[1]
     out_BHe = torch.empty_like(v_BHe, memory_format=torch.contiguous_format)
     given: tuple[Any, ...] = tuple(x.contiguous() for x in (q_BGd, k_BGd, v_BHe, g_BH1, g_BH1 if beta_BH is None else beta_BH, states_MHde))
-    rows_BS, depth_B = rows_BS.contiguous(), (rows_BS >= 0).sum(1)
+    rows_BS, depth_B = rows_BS.contiguous(), (rows_BS[:, :-1] >= 0).sum(1)
     for depth in depth_B.unique().tolist():
         chosen_n = (depth_B == depth).nonzero().squeeze(1)
         order_n = chosen_n[bases_B[chosen_n].argsort(stable=True)]
@@ -143,7 +144,7 @@ def beam_linear_attention_triton(
             rows_BS,
             out_BHe,
             steps,
-            depth - 1,
+            depth,
             delta_rule=beta_BH is not None,
             each=g_BH1.shape[-1] > 1,
             heads=heads,

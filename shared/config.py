@@ -133,6 +133,8 @@ class Settings(BaseSettings):
     """Form in which a CPU keeps the served model's layers. ``auto``: whatever is clearly fastest there, measured when a model is loaded; `semantide evaluate --weights` says what a form costs."""
     serving_records: Literal["float32", "bfloat16", "float16"] = "float32"
     """Form in which layers of linear attention record what beams generate. The shorter ones take half the memory and round."""
+    serving_snapshots: int = Field(default=2, ge=1, le=8)
+    """States of layers of linear attention that are kept of a user's last prompt: at its end, before its last item, its last two, four and so on. From the last one within what a new prompt has in common it is read on."""
     serving_queue: int = Field(default=2048, ge=1)
     """Most recommendation requests that wait; beyond it the answer is 429, requests."""
     serving_deadline_seconds: float = Field(default=10.0, gt=0)

@@ -87,8 +87,8 @@ class MaskCache:
 class ServingModel(NarrowingModel, Protocol):
     """What serving needs of a model beyond the search: what it will hold is known in advance, and prompts that were read before can be given back."""
 
-    def kv_bytes(self, prompt_tokens: int, width: int) -> int:
-        """Bytes of keys and values that a request of a prompt of so many tokens and of this width holds at most."""
+    def kv_bytes(self, prompt_tokens: int, width: int, remembered: bool) -> int:
+        """Bytes of keys and values that a request of a prompt of so many tokens and of this width holds at most; ``remembered`` if its prompt will be kept."""
         ...
 
     def places(self, prompt_tokens: int) -> int:
@@ -96,7 +96,12 @@ class ServingModel(NarrowingModel, Protocol):
         ...
 
     def begin(
-        self, tokens_T: Tensor, offsets_R1: Tensor, cached: Sequence[PromptKV | None] | None = None, leases: Sequence[KVLease] | None = None
+        self,
+        tokens_T: Tensor,
+        offsets_R1: Tensor,
+        cached: Sequence[PromptKV | None] | None = None,
+        leases: Sequence[KVLease] | None = None,
+        remembered: Sequence[bool] | None = None,
     ) -> tuple[Tensor, Any]:
         """See ``StepModel``; the state has ``prompt_kv`` and ``read_R`` as that of ``GeneratorDecoder``."""
         ...
@@ -236,12 +241,18 @@ def _item_info(folder: Path, catalog: Catalog) -> tuple[tuple[str, ...], Mapping
 
 
 def load_bundle(
-    store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32", records: Records = "float32"
+    store: ArtifactStore,
+    pair: Pair,
+    prompt_cache_bytes: int = 0,
+    loaded: Sequence[Bundle] = (),
+    weights: Weights = "float32",
+    records: Records = "float32",
+    snapshots: int = 2,
 ) -> Bundle:
     """Read, verify and check a model against a catalog. Of its users' prompts it keeps what fits into ``prompt_cache_bytes``.
 
     What it needs of a catalog it shares with one of the ``loaded`` bundles that has the same. ``weights`` is the form in which a CPU keeps the layers' weights,
-    ``records`` that of what layers of linear attention keep of beams.
+    ``records`` that of what layers of linear attention keep of beams; ``snapshots`` is how many of their states are kept of a user's prompt.
 
     Raises: NotFound, Corrupt; Conflict where the model was not trained for this catalog.
     """
@@ -263,7 +274,7 @@ def load_bundle(
     vocabulary = generator.vocabulary
     return Bundle(
         pair=pair,
-        model=GeneratorDecoder(generator, RECORD_TYPES[records]),
+        model=GeneratorDecoder(generator, RECORD_TYPES[records], snapshots=snapshots),
         vocabulary=vocabulary,
         catalog=catalog,
         trie=trie,

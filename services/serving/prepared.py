@@ -113,7 +113,7 @@ class Prepared:
     @property
     def kv_bytes(self) -> int:
         """Keys and values that it will hold at most."""
-        return self.bundle.model.kv_bytes(len(self.prompt), self.width)
+        return self.bundle.model.kv_bytes(len(self.prompt), self.width, self.remembered)
 
     @property
     def family(self) -> object:

@@ -54,7 +54,8 @@ class Rounds(ABC, Generic[A]):
         offsets_R1 = torch.as_tensor(np.cumsum([0, *(len(request.prompt) for request in self.requests)]), device=device)
         last = [request.last_prompt() for request in self.requests]
         self.prompt_tokens, self.tokens_read = sum(request.places for request in self.requests), self.next_rows()
-        logits_RK, self._state = model.begin(tokens_T, offsets_R1, last if any(last) else None, self._leases or None)
+        remembered = [request.remembered for request in self.requests]
+        logits_RK, self._state = model.begin(tokens_T, offsets_R1, last if any(last) else None, self._leases or None, remembered)
         return self._begin(logits_RK, self._mark("prefill", start))
 
     @abstractmethod

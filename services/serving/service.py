@@ -56,13 +56,19 @@ _LOOK_UP_SECONDS = 1.0  # of a look-up: requests with a history of their own wai
 
 
 def load_and_warm(
-    store: ArtifactStore, pair: Pair, prompt_cache_bytes: int = 0, loaded: Sequence[Bundle] = (), weights: Weights = "float32", records: Records = "float32"
+    store: ArtifactStore,
+    pair: Pair,
+    prompt_cache_bytes: int = 0,
+    loaded: Sequence[Bundle] = (),
+    weights: Weights = "float32",
+    records: Records = "float32",
+    snapshots: int = 2,
 ) -> Bundle:
     """A bundle that has answered once.
 
     Raises: NotFound, Corrupt, Conflict; PermanentError where the model's numbers are broken.
     """
-    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded, weights, records)
+    bundle = load_bundle(store, pair, prompt_cache_bytes, loaded, weights, records, snapshots)
     warm_up(bundle, time.perf_counter)
     return bundle
 
@@ -303,7 +309,8 @@ class Service:
 
     def _load(self, pair: Pair) -> Bundle:
         settings = self._settings
-        return load_and_warm(self._store, pair, settings.serving_prompt_cache_bytes, self.swapper.bundles, settings.serving_weights, settings.serving_records)
+        kinds = settings.serving_weights, settings.serving_records, settings.serving_snapshots
+        return load_and_warm(self._store, pair, settings.serving_prompt_cache_bytes, self.swapper.bundles, *kinds)
 
     def _lineup(self) -> Lineup:
         lineup = self.swapper.lineup

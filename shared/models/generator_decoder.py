@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from semantide.kernels.attention import beam_attention
+from semantide.kernels.attention import beam_attention, packed_offsets
 from semantide.kernels.prefix_attention import prefix_attention
 from semantide.shared.decoding.ancestry import Ancestry, Run
 from semantide.shared.decoding.kv_pool import KVLease
 from semantide.shared.decoding.protocol import Extension, LogitRows
+from semantide.shared.models.footprint import Footprint
 from semantide.shared.models.generator import Generator
 from semantide.shared.models.linear_memory import LinearBeams, LinearMemory, LinearSize, Mark
 from semantide.shared.models.seen_bias import SeenItems
@@ -73,17 +74,27 @@ class DecodingState:
     """
 
     def __init__(
-        self, tokens_R: Sequence[Tensor], bounds: list[int], prompt_L2PGd: Tensor, linear: LinearMemory, steps: int, leases: Sequence[KVLease] | None
+        self,
+        tokens_R: Sequence[Tensor],
+        bounds: list[int],
+        prompt_L2PGd: Tensor,
+        linear: LinearMemory,
+        footprint: Footprint,
+        remembered_R: Sequence[bool],
+        leases: Sequence[KVLease] | None,
     ) -> None:
         self.tokens_R, self.bounds, self.prompt_L2PGd, self.linear = list(tokens_R), bounds, prompt_L2PGd, linear
         self.own_L2CGd = prompt_L2PGd[:, :, :0]
         self.ancestry = Ancestry(len(bounds) - 1, prompt_L2PGd.device)
         self.seen: SeenItems | None = None
         self.read_R: tuple[int, ...] = ()
-        self._steps, self._leases = steps, None if leases is None else list(leases)
+        self._footprint, self._remembered_R, self._leases = footprint, list(remembered_R), None if leases is None else list(leases)
         self._own_states_R = [0] * (len(bounds) - 1)  # beams with a state of their own, at most so far
-        self._place_bytes = prompt_L2PGd[:, :, 0].numel() * prompt_L2PGd.element_size() if bounds[-1] else 0
-        self._draw([(end - begin) * self._place_bytes + 2 * linear.size.mark for begin, end in pairwise(bounds)])
+        self._recorded = 0  # rows that linear layers have room for
+        self._draw(self._prompt_bytes())
+
+    def _prompt_bytes(self) -> list[int]:
+        return [self._footprint.prompt(end - begin, kept) for (begin, end), kept in zip(pairwise(self.bounds), self._remembered_R, strict=True)]
 
     def _draw(self, bytes_R: Sequence[int]) -> None:
         if self._leases is not None:
@@ -99,26 +110,28 @@ class DecodingState:
         """
         begin = self.ancestry.num_rows
         parents_B = self.ancestry.extend(parents_RW, counts)
-        counts, each = self.ancestry.counts, self._place_bytes + self.linear.size.row
+        counts, each = self.ancestry.counts, self._footprint.row_bytes(self.ancestry.steps)
         states_R = self.linear.extend(parents_B, self.ancestry, whole)
         more_R = [max(0, now - before) for now, before in zip(states_R, self._own_states_R, strict=True)]
         self._own_states_R = [before + more for before, more in zip(self._own_states_R, more_R, strict=True)]
         self._draw([count * each + more * self.linear.size.own_state for count, more in zip(counts, more_R, strict=True)])
         end = self.ancestry.num_rows
-        if end > self.own_L2CGd.shape[2]:
-            self._make_room(end + (end - begin) * steps_left if self._leases is None else self._reserved_rows(), begin)
+        if end > self.own_L2CGd.shape[2] or (steps_left and end > self._recorded):
+            more = end - begin
+            self._make_room(*((end + more * steps_left, begin + more * steps_left) if self._leases is None else self._reserved_rows()), begin)
         return parents_B, begin, end
 
-    def _reserved_rows(self) -> int:
-        """Own rows that the leases have room for beside the prompts."""
-        size = self.linear.size
+    def _reserved_rows(self) -> tuple[int, int]:
+        """Own rows that the leases have room for beside the prompts, and those of them of which records are kept."""
+        footprint = self._footprint
         # The width that was reserved for follows from the bytes as these do from it in ``kv_bytes``.
-        each = self._steps * (self._place_bytes + size.row) + size.fixed(1, self._steps) - size.fixed(0, self._steps)
-        prompts = [(end - begin) * self._place_bytes + size.fixed(0, self._steps) for begin, end in pairwise(self.bounds)]
-        return sum((lease.num_bytes - prompt) // each * self._steps for lease, prompt in zip(self._leases or (), prompts, strict=True))
+        free = (lease.num_bytes - prompt for lease, prompt in zip(self._leases or (), self._prompt_bytes(), strict=True))
+        widths = [footprint.width_within(num_bytes) for num_bytes in free]
+        return sum(map(footprint.rows, widths)), sum(map(footprint.recorded, widths))
 
-    def _make_room(self, rows: int, used: int) -> None:
-        self.linear.make_room(rows, used)
+    def _make_room(self, rows: int, recorded: int, used: int) -> None:
+        self._recorded = recorded
+        self.linear.make_room(recorded, used)
         old_L2CGd = self.own_L2CGd
         self.own_L2CGd = old_L2CGd.new_empty(*old_L2CGd.shape[:2], rows, *old_L2CGd.shape[3:])
         self.own_L2CGd[:, :, :used] = old_L2CGd[:, :, :used]
@@ -126,7 +139,7 @@ class DecodingState:
     def prompt_kv(self, request: int) -> PromptKV:
         """Keys and values of one prompt, to be given back to ``begin`` another time; they stay as they are whatever becomes of the state."""
         begin, end = self.bounds[request : request + 2]
-        marks = self.linear.marks(request, end - begin)
+        marks = self.linear.marks(request)
         if len(self.bounds) == 2:
             return PromptKV(self.tokens_R[0], self.prompt_L2PGd, marks)
         return PromptKV(self.tokens_R[request].clone(), self.prompt_L2PGd[:, :, begin:end].clone(), marks)
@@ -151,10 +164,11 @@ class DecodingState:
         self._own_states_R = [self._own_states_R[request] for request in chosen]
         if self.seen is not None:
             self.seen.keep(beams_B)
+        self._remembered_R = [self._remembered_R[request] for request in chosen]
         if self._leases is not None:
             self._leases = [self._leases[request] for request in chosen]
-            if self.ancestry.steps:
-                self._make_room(self._reserved_rows(), len(rows_N))
+            if 0 < self.ancestry.steps < self._footprint.steps:
+                self._make_room(*self._reserved_rows(), len(rows_N))
         self.read_R = tuple(self.read_R[request] for request in chosen)
 
 
@@ -171,23 +185,29 @@ class _Grown(NamedTuple):
 class GeneratorDecoder:
     """What beam search needs of a generator: logits of level 0 from prompts, then of each level from the chosen codes."""
 
-    def __init__(self, generator: Generator, records: torch.dtype | None = None, flush_depth: int | None = None) -> None:
+    def __init__(self, generator: Generator, records: torch.dtype | None = None, flush_depth: int | None = None, snapshots: int = 2) -> None:
         """What linear layers record of beams' tokens may be of a shorter type than the weights.
 
-        Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that.
+        Without ``flush_depth`` beams get linear states of their own where replaying their tokens takes more arithmetic than that. ``snapshots`` of what
+        linear layers know are kept of a prompt.
         """
-        self.generator = generator.eval()
-        self.level_sizes = generator.config.level_sizes
-        self.linear_size = LinearSize.of(generator.config, generator.model.embed_tokens.weight.dtype, records, flush_depth)
+        if snapshots < 1:
+            raise ValueError(f"snapshots is {snapshots}: give at least 1, which is the end of a prompt")
+        self.generator, config = generator.eval(), generator.config
+        self.level_sizes = config.level_sizes
+        dtype = generator.model.embed_tokens.weight.dtype
         kinds = [layer.linear for layer in generator.layers]
         self._num_softmax = kinds.count(False)
         self._index_of = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]  # among the layers of its kind
+        size = LinearSize.of(config, dtype, records, flush_depth, snapshots)
+        self.footprint = Footprint(2 * self._num_softmax * config.num_kv_heads * config.head_dim * dtype.itemsize, size, self.level_sizes)
 
-    def kv_bytes(self, prompt_tokens: int, width: int) -> int:
-        """Bytes of keys and values, and of linear states and records, that a request of a prompt of so many tokens and of this width holds at most."""
-        config, steps = self.generator.config, len(self.level_sizes) - 1
-        each = 2 * self._num_softmax * config.num_kv_heads * config.head_dim * self.generator.model.embed_tokens.weight.element_size()
-        return each * self.places(prompt_tokens) + width * steps * (each + self.linear_size.row) + self.linear_size.fixed(width, steps)
+    def kv_bytes(self, prompt_tokens: int, width: int, remembered: bool = True) -> int:
+        """Bytes of keys and values, and of linear states and records, that a request of a prompt of so many tokens and of this width holds at most.
+
+        ``remembered``: its prompt will be asked for by ``prompt_kv``.
+        """
+        return self.footprint.prompt(self.places(prompt_tokens), remembered) + self.footprint.beams(width)
 
     def places(self, prompt_tokens: int) -> int:
         """Places of a prompt of so many tokens, or those that such a beginning of one decides: what is read and kept."""
@@ -200,11 +220,13 @@ class GeneratorDecoder:
         offsets_R1: Tensor,
         cached: Sequence[PromptKV | None] | None = None,
         leases: Sequence[KVLease] | None = None,
+        remembered: Sequence[bool] | None = None,
     ) -> tuple[Tensor, DecodingState]:
         """Read the prompts of R requests and return the logits [R, K] of level 0.
 
         What a prompt has in common with the beginning of ``cached[r]`` is not read again, nor is a prompt that an earlier request has as well; the result is the
-        same. ``leases[r]`` is what request r reserved: ``kv_bytes`` of its prompt and width.
+        same. ``leases[r]`` is what request r reserved: ``kv_bytes`` of its prompt and width. Of requests that are not ``remembered`` (by default all are) no
+        snapshots are made.
 
         Shapes: ``tokens_T`` packs prompts of at least one token each.
         Raises: ValueError for an empty prompt, keys and values of another model, or a lease that is too small.
@@ -221,8 +243,8 @@ class GeneratorDecoder:
         store = torch.empty(
             (self._num_softmax, 2, bounds[-1], config.num_kv_heads, config.head_dim), dtype=generator.model.embed_tokens.weight.dtype, device=device
         )
-        linear = LinearMemory(config, len(spans), store, self.linear_size)
-        state = DecodingState([tokens_T[begin:end] for begin, end in spans], bounds, store, linear, len(self.level_sizes) - 1, leases)
+        linear, remembered = LinearMemory(config, len(spans), store, self.footprint.linear), [True] * len(spans) if remembered is None else remembered
+        state = DecodingState([tokens_T[begin:end] for begin, end in spans], bounds, store, linear, self.footprint, remembered, leases)
         known_R, twin_R = [0] * len(spans), list(range(len(spans)))
         twins = []  # places of a prompt but its last, and those of the earlier request that has the same
         first_with: dict[bytes, int] = {}
@@ -235,7 +257,7 @@ class GeneratorDecoder:
             elif cached is not None and (prompt := cached[request]) is not None:
                 known_R[request] = self._reuse(prompt, state, request)
         state.read_R = tuple(last - first - known for (first, last), known in zip(pairwise(bounds), known_R, strict=True))
-        place_offsets_R1 = torch.tensor(bounds, device=device)
+        place_offsets_R1 = packed_offsets([end - begin for begin, end in pairwise(bounds)], device)
         lengths_R = place_offsets_R1.diff()
         positions_N = torch.arange(bounds[-1], device=device) - place_offsets_R1[:-1].repeat_interleave(lengths_R)
         new_N: Tensor | slice = slice(None)
@@ -243,10 +265,10 @@ class GeneratorDecoder:
         if any(known_R):
             new_N = asked_N = (positions_N >= torch.tensor(known_R, device=device).repeat_interleave(lengths_R)).nonzero().squeeze(1)
             positions_N = positions_N[new_N]
-            new_offsets_R1 = torch.tensor([0, *accumulate(state.read_R)], device=device)
+            new_offsets_R1 = packed_offsets(state.read_R, device)
         cos_N1d, sin_N1d = generator.rotation(positions_N)
         x_ND, _ = generator.prompt_vectors(tokens_T, offsets_R1, asked_N)
-        reading = linear.reading(known_R, [last - first for first, last in pairwise(bounds)], shape.places_per_item, twin_R) if linear else None
+        reading = linear.reading(known_R, [last - first for first, last in pairwise(bounds)], shape.places_per_item, twin_R, remembered) if linear else None
         last_R = new_offsets_R1[1:] - 1
         for place, layer in enumerate(layers):
             index, final = self._index_of[place], place == len(layers) - 1
@@ -291,9 +313,7 @@ class GeneratorDecoder:
         known = prompt.known_places(min(self.places(prompt.common_tokens(state.tokens_R[request])), end - begin - 1))
         if known < 2:
             return 0
-        for mark in prompt.marks:
-            if mark.places == known:
-                state.linear.resume(request, mark)
+        state.linear.resume(request, prompt.marks, known)
         store[:, :, begin : begin + known] = kept[:, :, :known]
         return known
 
@@ -343,8 +363,8 @@ class GeneratorDecoder:
             if state.seen is not None:
                 state.seen.extend(level - 1, parents_B, codes[-1] - generator.vocabulary.first(level - 1))
                 seen_BK = state.seen.counts(level)
-            runs = [(run, torch.tensor(bounds[run.first : run.last + 1], device=parents_B.device) - bounds[run.first]) for run in ancestry.runs() if run.width]
-            grown.append(_Grown(begin - first_row, end - first_row, runs, state.linear.beams(ancestry), seen_BK))
+            runs = [(run, packed_offsets(lengths[run.first : run.last], parents_B.device)) for run in ancestry.runs() if run.width]
+            grown.append(_Grown(begin - first_row, end - first_row, runs, state.linear.beams(ancestry, level == self.footprint.steps), seen_BK))
         rows = slice(first_row, ancestry.num_rows)
         tokens_B = torch.cat(codes)
         cos_B1d, sin_B1d = generator.rotation(torch.tensor(positions, device=tokens_B.device))

@@ -23,7 +23,7 @@ from semantide.shared.models.prompt_cache import PromptCache
 class ServedDecoder(ClassicDecoder):
     """The classic decoder as the scheduler wants it. Nothing is kept of earlier prompts."""
 
-    def begin(self, tokens_T: Tensor, offsets_R1: Tensor, cached: Any = None, leases: Any = None) -> tuple[Tensor, ClassicState]:
+    def begin(self, tokens_T: Tensor, offsets_R1: Tensor, cached: Any = None, leases: Any = None, remembered: Any = None) -> tuple[Tensor, ClassicState]:
         """See ``ServingModel``."""
         return super().begin(tokens_T, offsets_R1)
 

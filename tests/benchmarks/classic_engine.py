@@ -46,7 +46,7 @@ class ClassicDecoder:
         self.generator = generator.eval()
         self.level_sizes = generator.config.level_sizes
 
-    def kv_bytes(self, prompt_tokens: int, width: int) -> int:
+    def kv_bytes(self, prompt_tokens: int, width: int, remembered: bool = False) -> int:
         """Bytes of one request's cache, and of the copy of one layer while it is reordered."""
         config = self.generator.config
         layer = 2 * config.num_kv_heads * config.head_dim * self.generator.head_VD.element_size()

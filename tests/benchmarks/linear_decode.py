@@ -229,16 +229,23 @@ def bytes_of(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]
         written = BeamRecords.empty(1, states, 1, False, dtype).num_bytes
         measures[f"written_{name}"] = measure(states.nbytes / written, "ratio", "higher", "materialised", **least)
     room, prompt = 1 << 30, 1001
-    for outputs in (3, 7):
+    for outputs, bound in ((3, 56.5), (7, 20.3)):
         generator = hybrid(512, 4, 128, (256,) * outputs)
-        for dtype in (torch.float32, torch.bfloat16):
-            decoder, steps = GeneratorDecoder(generator, dtype), outputs - 1
-            widest = next(width for width in range(1 << 16, 0, -16) if decoder.kv_bytes(prompt, width) <= room)
-            own = decoder.linear_size.own_state + 3 * 3 * generator.config.linear.channels * 4  # three layers' last three inputs
-            keys = 2 * 512 * 4 * steps  # of the softmax layer, which either form has
-            materialised = (room - decoder.kv_bytes(prompt, 0)) // (own + keys)
-            name = f"widest_within_1GB_{str(dtype).split('.')[1]}_outputs{outputs}"
-            measures[name] = measure(widest / materialised, "ratio", "higher", f"materialised ({materialised} beams)", at_least=20, aim=50)
+        for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+            decoder = GeneratorDecoder(generator, dtype)
+            footprint, linear = decoder.footprint, decoder.footprint.linear
+            own = linear.own_state + 3 * 3 * generator.config.linear.channels * 4  # three layers' last three inputs
+            # All that linear layers of a whole model keep, the inputs of the short convolution among it; a level has no more beams than prefixes.
+            ours = linear.mark + footprint.recorded(width) * linear.row
+            measures[f"persistent_model_{name}_outputs{outputs}"] = measure(
+                width * own / ours, "ratio", "higher", "materialised, with its last inputs", **({"at_least": bound} if name == "bfloat16" else {})
+            )
+            widest = footprint.width_within(room - footprint.prompt(prompt, remembered=False))
+            free = room - footprint.prompt(prompt, remembered=False)
+            materialised = max(beams for beams in range(1, 1 << 16) if beams * own + footprint.rows(beams) * footprint.place <= free)
+            measures[f"widest_within_1GB_{name}_outputs{outputs}"] = measure(
+                widest / materialised, "ratio", "higher", f"materialised ({materialised} beams)", at_least=20, aim=50
+            )
 
 
 def returning(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:

@@ -105,9 +105,9 @@ class OwnStates(LinearMemory):
 class OwnStatesDecoder(GeneratorDecoder):
     """Beams of softmax layers share their prompt as ours do; those of linear ones have states of their own."""
 
-    def kv_bytes(self, prompt_tokens: int, width: int, *given: object) -> int:
+    def kv_bytes(self, prompt_tokens: int, width: int, remembered: bool = True) -> int:
         """With twice the states of one layer, which is gathered."""
-        size, rows = self.linear_size, super().kv_bytes(prompt_tokens, width, *given)
+        size, rows = self.footprint.linear, super().kv_bytes(prompt_tokens, width, remembered)
         layers = [layer for layer in self.generator.layers if layer.linear]
         return rows + width * size.own_state * (len(layers) + 1) // max(1, len(layers))
 
@@ -118,9 +118,9 @@ class OwnStatesDecoder(GeneratorDecoder):
         offsets_R1: Tensor,
         cached: Sequence[PromptKV | None] | None = None,
         leases: Sequence[KVLease] | None = None,
-        **others: object,
+        remembered: Sequence[bool] | None = None,
     ) -> tuple[Tensor, DecodingState]:
         """Read the prompts as ours does; what is reserved is not drawn."""
-        logits, state = super().begin(tokens_T, offsets_R1, cached, **others)
+        logits, state = super().begin(tokens_T, offsets_R1, cached, None, remembered)
         state.linear = OwnStates(state.linear)
         return logits, state

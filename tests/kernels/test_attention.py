@@ -5,7 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from semantide.kernels.attention import beam_attention, jagged_attention, merge_attention
+import semantide.kernels.attention as kernel_module
+from semantide.kernels.attention import beam_attention, jagged_attention, merge_attention, packed_bounds, packed_offsets
 
 EDGES = [[], [0], [1], [0, 0], [3, 0, 5, 3, 1], [1, 1, 2, 2, 7], [7, 2, 1, 2, 7, 0, 33], [129]]
 
@@ -174,6 +175,27 @@ def test_merging_gives_no_weight_to_a_part_without_keys() -> None:
     one, nothing = torch.tensor([2.0, 3.0]), torch.zeros(2)
     torch.testing.assert_close(merge_attention(one, torch.tensor(-800.0), nothing, torch.tensor(-torch.inf)), one)
     torch.testing.assert_close(merge_attention(nothing, torch.tensor(-torch.inf), nothing, torch.tensor(-torch.inf)), nothing)
+
+
+def test_offsets_are_read_and_checked_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+    check = kernel_module._ascending
+    monkeypatch.setattr(kernel_module, "_ascending", lambda bounds: (checks.append(1), check(bounds))[1])
+    offsets = torch.tensor([0, 3, 5])
+    assert [packed_bounds(offsets, 5) for _ in range(4)] == [(0, 3, 5)] * 4 and len(checks) == 1
+    with pytest.raises(ValueError, match="do not cover 6 tokens"):
+        packed_bounds(offsets, 6)
+    offsets[1] = 9
+    with pytest.raises(ValueError, match="do not cover 5 tokens"):
+        packed_bounds(offsets, 5)
+    checks.clear()
+    with torch.inference_mode():
+        made, changing = packed_offsets([3, 0, 2], "cpu"), torch.tensor([0, 5])
+        assert packed_bounds(made, 5) == (0, 3, 3, 5) and not checks  # known from the beginning
+        packed_bounds(changing, 5)
+        changing[1] = 4
+        with pytest.raises(ValueError, match="do not cover 5 tokens"):  # a tensor of this mode does not tell, so it is read each time
+            packed_bounds(changing, 5)
 
 
 @pytest.mark.parametrize("offsets", [[], [0, 2], [1, 3], [0, 5], [0, 3, 2, 3]])

@@ -51,9 +51,22 @@ def test_what_is_kept_may_be_shorter(instructions, dtype) -> None:
     torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-5)
 
 
+def test_what_nobody_follows_is_not_kept(instructions) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, weight, before = torch.randn(4, 21, generator=random), torch.randn(21, 4, generator=random), torch.randn(1, 3, 21, generator=random)
+    rows = torch.tensor([[-1, -1, 0], [-1, 0, 1], [0, 1, -1], [-1, -1, -1]])
+    expected = beam_convolution(
+        x, weight, before, torch.zeros(4, dtype=torch.long), torch.zeros(4, 21), torch.tensor([[-1, -1, 0], [-1, 0, 1], [0, 1, 2], [-1, -1, 3]])
+    )
+    for function in (beam_convolution, beam_convolution.reference):
+        own = torch.full((2, 21), torch.nan)
+        torch.testing.assert_close(function(x, weight, before, torch.zeros(4, dtype=torch.long), own, rows), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(own, x[:2])
+
+
 def test_rows_and_requests_that_do_not_exist_are_refused(instructions) -> None:
     zeros = torch.zeros
-    for requests, rows in (([0, 1], [[0], [1]]), ([-1, 0], [[0], [1]]), ([0, 0], [[0], [2]]), ([0, 0], [[0], [-1]]), ([0, 0], [[0, -1, 0], [-1, 0, 1]])):
+    for requests, rows in (([0, 1], [[0], [1]]), ([-1, 0], [[0], [1]]), ([0, 0], [[0], [2]]), ([0, 0], [[0, -1, 0], [-1, 0, 1]])):
         with pytest.raises(ValueError, match="name what is there"):
             beam_convolution(zeros(2, 3), zeros(3, 4), zeros(1, 3, 3), torch.tensor(requests), zeros(2, 3), torch.tensor(rows))
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import semantide.kernels.beam_linear_attention as kernel_module
 from semantide.kernels.beam_linear_attention import BeamRecords, beam_linear_attention, break_even_depth, materialise
 
 RULES = [(delta, per_channel) for delta in (False, True) for per_channel in (False, True)]
@@ -203,6 +204,41 @@ def test_what_is_not_a_number_stays_in_its_request(instructions) -> None:
             assert bool(o[case.bases == base].isnan().any()) == (base == 1)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("attention", [beam_linear_attention, beam_linear_attention.reference])
+def test_what_nobody_follows_is_not_recorded(instructions, rule, attention) -> None:
+    """Some of a call's tokens have no row of their own: every token reads the same, and no other row is touched."""
+    case = Case(2, 1, 2, 24, 40, rule, 1, torch.float32)
+    bases, tokens = torch.tensor([0, 1, 0, 0, 1, 1]), case.tokens(6)
+    whole = torch.tensor([[-1, 0], [-1, 1], [0, 2], [0, 3], [1, 4], [-1, 5]])
+    some = torch.tensor([[-1, 0], [-1, 1], [0, -1], [0, 3], [1, -1], [-1, -1]])
+    all_of_them, few = (BeamRecords.empty(6, case.states, 1, rule[1]) for _ in range(2))
+    for kept in (few.k_NGd, few.delta_NHe, few.decay_NH1):
+        kept.fill_(7.0)
+    expected = attention(*tokens, case.states, bases, all_of_them, whole)
+    assert torch.equal(attention(*tokens, case.states, bases, few, some), expected)
+    for kept, every in zip((few.k_NGd, few.delta_NHe, few.decay_NH1), (all_of_them.k_NGd, all_of_them.delta_NHe, all_of_them.decay_NH1), strict=True):
+        assert torch.equal(kept[[0, 1, 3]], every[[0, 1, 3]]) and bool((kept[[2, 4, 5]] == 7).all())
+    nothing = BeamRecords.empty(0, case.states, 1, rule[1])
+    torch.testing.assert_close(
+        attention(*(None if x is None else x[:2] for x in tokens), case.states, bases[:2], nothing, torch.tensor([[-1], [-1]])), expected[:2]
+    )
+
+
+def test_states_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(2, 1, 2, 8, 8, (True, True), 4, torch.float64)
+    for _ in range(3):
+        case.advance(7)
+        beam_linear_attention(*case.tokens(len(case.bases)), case.states, case.bases, case.records, case.rows)
+    whole = materialise(case.states, case.bases, case.records, case.rows)
+    seen: list[int] = []
+    part = kernel_module._materialised
+    monkeypatch.setattr(kernel_module, "_materialised", lambda states, bases, *rest: (seen.append(len(bases)), part(states, bases, *rest))[1])
+    monkeypatch.setattr(kernel_module, "_CHUNK_BYTES", 4 * whole[:1].nbytes)
+    torch.testing.assert_close(materialise(case.states, case.bases, case.records, case.rows), whole, rtol=1e-12, atol=1e-12)
+    assert seen == [4, 4, 4, 2]
+
+
 def test_many_beams_and_all_from_one_parent(instructions) -> None:
     case = Case(1, 1, 1, 16, 16, (True, False), 3, torch.float32)
     for width in (4096, 1, 4096):
@@ -237,7 +273,7 @@ def test_wrong_rows_are_refused(attention) -> None:
         attention(*tokens, case.states, given["bases_B"], records, torch.tensor(rows))
 
     run([[0, 2], [1, 3]])
-    for rows in ([[0, 4], [1, 3]], [[-2, 2], [1, 3]], [[0, -1], [1, 3]], [[3, 2], [1, 3]], [[0, 2], [1, 2]], [[0, 0], [1, 1]], [[], []]):
+    for rows in ([[0, 4], [1, 3]], [[-2, 2], [1, 3]], [[0, -2], [1, 3]], [[3, 2], [1, 3]], [[0, 2], [1, 2]], [[0, 0], [1, 1]], [[], []]):
         with pytest.raises(ValueError, match="row"):
             run(rows)
     with pytest.raises(ValueError, match="rows"):

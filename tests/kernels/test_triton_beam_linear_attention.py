@@ -49,6 +49,17 @@ def test_beams_equal_the_reference(rule, shape):
 
 
 @pytest.mark.parametrize("rule", RULES[1::2])
+def test_what_nobody_follows_is_not_recorded(rule):
+    tensors, _ = inputs(4, rule, 1, 2, 4, 4, 2)
+    rows = torch.tensor([[-1, 0], [-1, 1], [0, -1], [-1, -1]])
+    records = BeamRecords.empty(3, tensors[-1], 1, rule[1])
+    for kept in (records.k_NGd, records.delta_NHe, records.decay_NH1):
+        kept.fill_(7.0)
+    for ours, theirs in zip(*both(tensors, torch.tensor([0, 1, 0, 0]), rows, records), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES[1::2])
 def test_a_tree_in_one_call_equals_the_reference(rule):
     tensors, _ = inputs(6, rule, 1, 2, 4, 4, 2)
     rows = torch.tensor([[-1, -1, 0], [-1, -1, 1], [-1, 0, 2], [-1, 1, 3], [0, 2, 4], [-1, 0, 5]])

@@ -2,12 +2,15 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantide.shared.decoding.kv_pool import KVPool
+from semantide.shared.models import linear_memory
+from semantide.shared.models.footprint import Footprint
 from semantide.shared.models.generator import Generator, GeneratorConfig
 from semantide.shared.models.generator_decoder import DecodingState, GeneratorDecoder, PromptKV
 from semantide.shared.models.linear_layer import LinearConfig
@@ -181,7 +184,7 @@ def test_what_a_prompt_leaves_is_of_one_size_however_long_it_is() -> None:
     decoder = GeneratorDecoder(make(("linear_attention", "gla")))
     player = Player(decoder.generator, 0)
     sizes = {decoder.begin(*pack([player.prompt(items)]))[1].prompt_kv(0).marks[0].num_bytes for items in (1, 7, 40)}
-    assert sizes == {decoder.linear_size.mark}
+    assert sizes == {decoder.footprint.linear.mark}
 
 
 @pytest.mark.parametrize("more", [1, 3, 4, 9])
@@ -196,9 +199,98 @@ def test_prompts_need_not_end_with_an_item_to_be_read_on(more: int) -> None:
     torch.testing.assert_close(warm, cold.expand(2, -1), rtol=1e-9, atol=1e-9)
     for request in (0, 1):
         again = state.prompt_kv(request)
-        assert [mark.places for mark in again.marks] == [max(8, 4 + more), 8 + more]
+        # Before the last item, or nearest before that where it was not read now.
+        assert [mark.places for mark in again.marks] == [4 + more if more >= 4 else 4, 8 + more]
         torch.testing.assert_close(tuple(again.marks[-1].states_L[1]), tuple(fresh.prompt_kv(0).marks[-1].states_L[1]), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(decoder.begin(*pack([prompt]), [again])[0], decoder.begin(*pack([prompt]))[0], rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from(MIXES),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_from_more_snapshots_a_prompt_that_parts_earlier_is_read_on(requests, snapshots, types, alike, seed) -> None:
+    """Of prompts of some items an earlier visit's first few agree; only who is remembered leaves snapshots, and nobody's answer changes."""
+    generator = make(types)
+    decoder, player = GeneratorDecoder(generator, snapshots=snapshots), Player(generator, seed)
+    prompts = [player.prompt(items) for items, _, _ in requests]
+    if alike:
+        prompts[-1] = prompts[0]
+    remembered = [each for _, _, each in requests]
+    _, state = decoder.begin(*pack(prompts), remembered=remembered)
+    kept = [state.prompt_kv(request) for request in range(len(prompts))]
+    for prompt, one, known in zip(prompts, kept, remembered, strict=True):
+        items, most = (len(prompt) - 1) // len(LEVELS), snapshots if known else 1
+        wanted = [max(0, items - back) for back in (0, 1, 2, 4)[:most]]
+        assert [mark.places for mark in one.marks] == sorted(
+            {1 + len(LEVELS) * each for each in wanted if each or items == 0} | ({1} & {1 + len(LEVELS) * each for each in wanted})
+        )
+        assert sum(mark.num_bytes for mark in one.marks) <= most * decoder.footprint.linear.mark
+    later = [torch.cat([prompt[: 1 + len(LEVELS) * agree], player.prompt(3)[1:]]) for prompt, (_, agree, _) in zip(prompts, requests, strict=True)]
+    warm, warm_state = decoder.begin(*pack(later), list(kept))
+    cold, cold_state = decoder.begin(*pack(later))
+    torch.testing.assert_close(warm, cold, rtol=1e-9, atol=1e-9)
+    for request, (prompt, one, read) in enumerate(zip(later, kept, warm_state.read_R, strict=True)):
+        common = one.common_tokens(prompt)
+        known = max((mark.places for mark in one.marks if mark.places <= min(common, len(prompt) - 1)), default=0)
+        assert read == len(prompt) - (known if known > 1 else 0) or any(torch.equal(prompt, other) for other in later[:request])
+        # What a later visit leaves is good for a third one too.
+        third = prompt[: 1 + len(LEVELS) * max(0, (len(prompt) - 1) // len(LEVELS) - 2)]
+        torch.testing.assert_close(decoder.begin(*pack([third]), [warm_state.prompt_kv(request)])[0], decoder.begin(*pack([third]))[0], rtol=1e-9, atol=1e-9)
+        assert len(warm_state.prompt_kv(request).marks) <= snapshots
+    staying = [request for request, (_, _, each) in enumerate(requests) if each] or [0]
+    decoder.keep(cold_state, staying)
+    for place, request in enumerate(staying):
+        assert [mark.places for mark in cold_state.prompt_kv(place).marks] == [
+            mark.places for mark in decoder.begin(*pack([later[request]]))[1].prompt_kv(0).marks
+        ]
+
+
+def test_who_is_not_remembered_reserves_and_holds_one_state_only() -> None:
+    decoder = GeneratorDecoder(make(("linear_attention", "gla"), torch.float32), snapshots=3)
+    prompt, mark = Player(decoder.generator, 0).prompt(9), decoder.footprint.linear.mark
+    assert decoder.kv_bytes(len(prompt), 4) - decoder.kv_bytes(len(prompt), 4, False) == 2 * mark
+    pool = KVPool(10**6)
+    for remembered, held in ((True, 3), (False, 1)):
+        with pool.reserve(decoder.kv_bytes(len(prompt), 0, remembered)) as lease:
+            _, state = decoder.begin(*pack([prompt]), leases=[lease], remembered=[remembered])
+            assert state.linear.num_bytes == lease.drawn_bytes == held * mark
+
+
+@pytest.mark.parametrize("beams", [0, 2, 3])
+def test_states_of_beams_own_never_take_more_than_they_may(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they would, tokens are replayed all the same: the answers are equal, and what is reserved is bounded."""
+    generator = make(("linear_attention", "kda"))
+    own = GeneratorDecoder(generator).footprint.linear.own_state
+    monkeypatch.setattr(linear_memory, "MOST_OWN_BYTES", beams * own)
+    decoder, free = GeneratorDecoder(generator, flush_depth=1), GeneratorDecoder(generator, flush_depth=99)
+    assert decoder.kv_bytes(9, 4) - free.kv_bytes(9, 4) == min(4, beams) * own
+    player, widths = Player(generator, 0), [3, 3, 4]
+    prompts = [player.prompt(3), player.prompt(1)]
+    pool = KVPool(10**9)
+    leases = [pool.reserve(decoder.kv_bytes(len(prompt), 4)) for prompt in prompts]
+    (_, state), (_, expected) = decoder.begin(*pack(prompts), leases=leases), free.begin(*pack(prompts))
+    before = [1, 1]
+    for level, width in enumerate(widths, 1):
+        moves = player.beams(before, [width, 1], level)
+        rows = decoder.step(state, level, *moves, [width, 1])
+        torch.testing.assert_close(rows, free.step(expected, level, *moves, [width, 1]), rtol=1e-9, atol=1e-9)
+        before = [width, 1]
+        assert state.linear.num_bytes <= pool.in_use_bytes
+    assert bool(state.linear.since) == (beams == 3)
+
+
+@given(st.integers(0, 300), st.sampled_from([(9,), (3, 5), (4, 4, 4, 4), (2,) * 50]), st.sampled_from([1, None]))
+def test_the_width_that_was_reserved_for_follows_from_the_bytes(width, levels, flush_depth) -> None:
+    config = GeneratorConfig(levels, num_layers=2, layer_types=("linear_attention", "full_attention"), linear=LinearConfig(1, 1, 8, 8))
+    footprint = Footprint(64, linear_memory.LinearSize.of(config, torch.float32, None, flush_depth), levels)
+    found = footprint.width_within(footprint.beams(width))
+    assert found >= width and footprint.rows(found) == footprint.rows(width) and footprint.recorded(found) == footprint.recorded(width)
+    assert all(many <= np.prod(levels[:step], dtype=float) for step, many in enumerate(footprint.widths(width), 1))
 
 
 def test_a_prompt_of_another_model_is_refused() -> None:
