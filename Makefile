@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do if $$p -
 TORCH_INDEX ?=
 ROOMS := client kernels shared services operators
 
-.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose test-docs docs chaos soak check format types bench up down compose-up compose-down demo-compose image clean
+.PHONY: help install native demo test fuzz test-all test-cluster test-browser test-compose test-docs docs chaos soak check format types bench up down compose-up compose-down demo-compose image sbom clean
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -122,6 +122,10 @@ image:  ## Build the images semantide:local and semantide-operator:local, and bi
 	docker build --build-arg TORCH_INDEX="$(TORCH_INDEX)" --tag semantide:local .
 	docker build --target operator --tag semantide-operator:local .
 	docker build --build-arg TORCH_INDEX="$(TORCH_INDEX)" --target sbom --output bill .
+
+sbom: install  ## bill/environment.json: what is installed in .venv, as CycloneDX JSON (that of the images is made with them)
+	mkdir -p bill
+	$(BIN)/python docker/bill_of_materials.py semantide $(VENV) > bill/environment.json
 
 clean:  ## Remove what was built (not .semantide, which holds your data)
 	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(VENV) .demo

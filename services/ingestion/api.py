@@ -344,7 +344,7 @@ def build(room: Room) -> APIRouter:
         full = ref if ref.startswith("datasets/") else f"datasets/{ref}"
         if full not in room.store.list("datasets"):
             raise NotFound(f"no data set {ref!r}: `semantide dataset` makes one")
-        report = json.loads(room.store.fs.cat_file(f"{room.store.root}/{full}/dataset.json")).get("page_report")
+        report = json.loads(room.store.text(full, "dataset.json")).get("page_report")
         if report is None:
             raise NotFound(f"{full} was made before pages were counted: make it anew with `semantide dataset`")
         return {"dataset": full, **report}

@@ -52,7 +52,7 @@ class Users:
     def datasets(self, user: str) -> Iterator[str]:
         """References of the data sets that hold a user."""
         for ref in self._room.store.list("datasets"):
-            folder = self._room.store.get(ref, verify=False)
+            folder = self._room.store.get(ref, files=("users.parquet",))
             if pq.read_table(folder / "users.parquet", columns=["user"], filters=pc.field("user") == user).num_rows:
                 yield ref
 

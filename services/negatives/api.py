@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from semantide.services.negatives.newest_models import NewestModels
+from semantide.shared.artifacts import readable
 from semantide.shared.contracts import NegativesWanted
 from semantide.shared.errands import Errands
 from semantide.shared.errors import NotFound
@@ -19,12 +20,12 @@ def build(room: Room) -> APIRouter:
     errands, models = Errands(NegativesWanted, room.broker, room.store), NewestModels(room.broker)
 
     def figures(ref: str) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads((room.store.get(ref, verify=False) / "beams.json").read_text())
+        read: dict[str, Any] = json.loads(room.store.text(ref, "beams.json"))
         return {"beams": ref, **read}
 
     @router.get("", summary="Shards that are kept for training, searched beams, and the newest generator of each tokenizer")
     def negatives() -> dict[str, Any]:
-        return {"shards": errands.waiting(), "beams": [figures(ref) for ref in room.store.list("beams")], "models": models.all()}
+        return {"shards": errands.waiting(), "beams": readable(room.store.list("beams"), figures), "models": models.all()}
 
     @router.get("/beams/{ref:path}", summary="How some beams were searched, and how often the next item was among them")
     def beams(ref: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from semantide.services.reward.newest_rewards import NewestRewards
 from semantide.services.reward.recipes import RECIPES
-from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.artifacts import ArtifactStore, readable
 from semantide.shared.contracts import ArtifactRef, Contract, Identifier
 from semantide.shared.dataset import StoredDataset
 from semantide.shared.errors import BadData, Conflict, Corrupt, NotFound
@@ -60,7 +60,7 @@ def build(room: Room) -> APIRouter:
     online = OnlineHistories(room.broker, room.settings.history_length, room.settings.history_ttl_seconds)
 
     def card(ref: str) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads((room.store.get(ref, verify=False) / "reward.json").read_text())
+        read: dict[str, Any] = json.loads(room.store.text(ref, "reward.json"))
         return {"reward": ref, **{name: value for name, value in read.items() if name != "calibrations"}}
 
     def named(reward: str | None) -> str:
@@ -75,7 +75,7 @@ def build(room: Room) -> APIRouter:
     def rewards() -> dict[str, Any]:
         known = newest.all()
         refs = [ref for ref in known if room.store.exists(ref)] + [ref for ref in room.store.list("rewards") if ref not in known]
-        return {"rewards": [card(ref) for ref in refs], "recipes": sorted(RECIPES)}
+        return {"rewards": readable(refs, card), "recipes": sorted(RECIPES)}
 
     @router.get("/{ref:path}", summary="One reward model: signals, calibration, gate, preference")
     def reward(ref: str) -> dict[str, Any]:

@@ -219,8 +219,8 @@ def _trained_items(store: ArtifactStore, ref: object, pair: Pair, catalog: Catal
     if ref == pair.catalog:
         return len(catalog)
     try:
-        known = pq.read_table(store.get(str(ref or ""), verify=False) / "items.parquet", columns=["item"])["item"].to_pylist()
-    except (NotFound, OSError):
+        known = pq.read_table(store.get(str(ref or ""), files=("items.parquet",)) / "items.parquet", columns=["item"])["item"].to_pylist()
+    except (NotFound, Corrupt, OSError):
         logger("serving").info("the catalog that the model was trained on is not there, so no item counts as new", model=pair.model, catalog=ref)
         return len(catalog)
     return len(known) if tuple(known) == catalog.item_ids[: len(known)] else len(catalog)

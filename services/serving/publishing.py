@@ -30,7 +30,7 @@ def compare(registry: Registry, candidate: Candidate, store: ArtifactStore, sett
     rival = state.rival(candidate)
     if rival is None or rival[0] == candidate.model:
         return None
-    dataset = read_card(store.get(candidate.model, verify=False)).get("dataset")
+    dataset = read_card(store.get(candidate.model, files=("semantide.json",))).get("dataset")
     if not isinstance(dataset, str):
         raise Conflict(
             f"model {candidate.model} does not say which data set it was trained on, so it cannot be compared with the live one: promote it without `if_not_worse`"

@@ -294,8 +294,8 @@ class Service:
 
     def _model_type(self, model: str) -> str:
         try:
-            card = json.loads((self._store.get(model, verify=False) / "semantide.json").read_text())
-        except (OSError, ValueError):
+            card = json.loads(self._store.text(model, "semantide.json"))
+        except (Corrupt, ValueError):
             return ""
         return str(card.get("model_type") or "generator")
 
@@ -304,7 +304,7 @@ class Service:
         return self.registry.resolve(model, catalog, force=force, trained_on=trained_on)
 
     def _trained_on(self, model: str) -> str | None:
-        said = read_header(self._store.get(model, verify=False)).get("catalog")
+        said = read_header(self._store.get(model, files=("semantide.json",))).get("catalog")
         return said if isinstance(said, str) else None
 
     def _load(self, pair: Pair) -> Bundle:

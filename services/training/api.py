@@ -8,6 +8,7 @@ from typing import Any
 
 from semantide.services.training.alignment_recipes import ALIGN_RECIPES
 from semantide.services.training.recipes import RECIPES
+from semantide.shared.artifacts import readable
 from semantide.shared.errors import NotFound
 from semantide.shared.http import APIRouter
 from semantide.shared.room import Room
@@ -19,13 +20,13 @@ def build(room: Room) -> APIRouter:
 
     def card(ref: str) -> dict[str, Any]:
         manifest = room.store.manifest(ref)
-        text = room.store.fs.cat_file(f"{room.store.root}/{ref}/semantide.json") if "semantide.json" in manifest["files"] else b"{}"
+        text = room.store.text(ref, "semantide.json") if "semantide.json" in manifest["files"] else "{}"
         size = sum(file["bytes"] for file in manifest["files"].values())
         return {"model": ref, **json.loads(text), "seed": manifest["seed"], "code": manifest["code"], "size_bytes": size}
 
     @router.get("/models", summary="Trained models, without their configurations")
     def models() -> list[dict[str, Any]]:
-        cards = [card(ref) for ref in room.store.list("models")]
+        cards = readable(room.store.list("models"), card)
         return [{name: value for name, value in entry.items() if name != "config"} for entry in cards]
 
     @router.get("/models/{ref:path}", summary="One model: recipe, metrics, catalog")

@@ -75,7 +75,7 @@ def main() -> int:
                 for name, begin, end in zip(("link", "model", "follow", "load"), marks, marks[1:], strict=False):
                     found[name].append(end - begin)
                 for name, stored in (("link_bytes", link.ref), ("model_bytes", ref)):
-                    found[name].append(sum(path.stat().st_size for path in store.get(stored, verify=False).iterdir()))
+                    found[name].append(sum(path.stat().st_size for path in store.get(stored, files=()).iterdir()))
     middle = {name: statistics.median(values) for name, values in found.items()}
     measures = {
         f"{name}_of_{rows}_rows": {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -147,3 +149,15 @@ def test_a_bare_root_has_what_a_binary_is_linked_to(tmp_path: Path) -> None:
     module._copy(next(iter(sorted(needed))), tmp_path)
     (copied,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert Path("/") / copied.relative_to(tmp_path) in needed and not copied.is_symlink()
+
+
+def test_the_bill_of_an_environment_lists_what_is_installed_there(tmp_path: Path) -> None:
+    """Of this very environment: what its own metadata say, each with its version."""
+    site = Path(next(path for path in sys.path if path.endswith("site-packages")))
+    root = site.parents[2]
+    command = [sys.executable, str(DOCKER / "bill_of_materials.py"), "semantide", str(root)]
+    bill = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    listed = {(part["name"], part["version"]) for part in bill["components"] if part["purl"].startswith("pkg:pypi/")}
+    installed = {(found.metadata["Name"], found.version) for found in importlib.metadata.distributions(path=[str(site)])}
+    assert listed == installed and len(installed) > 50
+    assert all(part.get("licenses") for part in bill["components"] if part["name"] in ("torch", "numpy", "redis", "pydantic"))

@@ -1,9 +1,11 @@
 """Artifacts: same files, same reference; nothing half-stored is visible; changed bytes are refused."""
 
+import ast
 import os
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from semantide.shared import artifacts
-from semantide.shared.artifacts import ArtifactStore
+from semantide.shared.artifacts import ArtifactStore, readable
 from semantide.shared.errors import Corrupt, NotFound
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 names = st.text(st.characters(categories=("Ll", "Nd")), min_size=1, max_size=8)
 trees = st.dictionaries(names, st.binary(max_size=64), min_size=1, max_size=5)
 
@@ -131,7 +134,7 @@ def test_a_reference_never_leads_out_of_the_store(tmp_path: Path) -> None:
     for ref in ("catalogs/../../elsewhere", "../elsewhere", f"catalogs/sha256-{'0' * 64}/../../../elsewhere"):
         assert not store.exists(ref)
         with pytest.raises(NotFound):
-            store.get(ref, verify=False)
+            store.get(ref, files=())
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -149,3 +152,105 @@ def test_what_is_removed_is_gone_and_can_be_made_again(tmp_path: Path, remote: b
     for nothing in ("things/../..", "things/sha256-" + "0" * 64):
         store.remove(nothing)
     assert store.exists(second)
+
+
+ROOMS_WITH_ARTIFACTS = ("client", "kernels", "operators", "services", "shared")
+KINDS = ("beams", "catalogs", "datasets", "evaluations", "items", "models", "negatives", "rewards", "rollouts", "snapshots")
+
+
+def calls(name: str) -> list[tuple[str, ast.Call]]:
+    """Every call of a method of some store in the code."""
+    found = []
+    for path in (path for room in ROOMS_WITH_ARTIFACTS for path in (REPOSITORY / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name and "store" in ast.unparse(node.func.value):
+                found.append((path.relative_to(REPOSITORY).as_posix(), node))
+    return found
+
+
+def test_the_kinds_are_those_that_the_code_stores() -> None:
+    said = {ast.unparse(node.args[0]) for _, node in calls("put") if len(node.args) > 1} | {
+        ast.unparse(node.args[0]) for _, node in calls("store_made") if node.args
+    }
+    named = {text.strip("'") for text in said if text.startswith("'")}
+    assert named <= set(KINDS), named
+    assert len(calls("get")) > 25
+
+
+def test_nobody_reads_an_artifact_past_its_digests() -> None:
+    for path, node in calls("get"):
+        files = next((ast.unparse(word.value) for word in node.keywords if word.arg == "files"), None)
+        assert files != "()" or path == "services/ingestion/sweep.py", f"{path}: {ast.unparse(node)} is read without a check"
+    for path in (path for room in ROOMS_WITH_ARTIFACTS for path in (REPOSITORY / room).rglob("*.py")):
+        text = path.read_text()
+        assert path.name == "artifacts.py" or ("store.fs" not in text and "fsspec.core" not in text and "fsspec.open" not in text), path
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_byte_in_any_file_of_any_kind_is_refused_by_name(tmp_path: Path, kind: str, remote: bool) -> None:
+    root = f"memory://{tmp_path.name}" if remote else str(tmp_path / "store")
+    files = {"weights.safetensors": os.urandom(100), "card.json": b'{"a": 1}', "below/rows.parquet": b"PAR1", "last": b"x"}
+    store = ArtifactStore(root, tmp_path / "cache")
+    ref = store.put(kind, write(tmp_path / "in", files))
+    for name, content in files.items():
+        for place in {0, len(content) // 2, len(content) - 1}:
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << (place % 8)
+            store.fs.pipe_file(f"{store.root}/{ref}/{name}", bytes(damaged))
+            reader = ArtifactStore(root, tmp_path / f"cache-{name.replace('/', '-')}-{place}")
+            for read in (partial(reader.get, ref), partial(reader.get, ref, files=(name,)), partial(reader.text, ref, name)):
+                with pytest.raises(Corrupt) as refused:
+                    read()
+                assert ref in str(refused.value) and name in str(refused.value)
+            for other in set(files) - {name}:
+                assert reader.text(ref, other) == files[other].decode(errors="replace")
+        store.fs.pipe_file(f"{store.root}/{ref}/{name}", content)
+    assert store.get(ref).is_dir()
+
+
+def test_a_damaged_artifact_takes_nothing_from_a_list_of_the_others(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "store"))
+    good, bad = (store.put("models", write(tmp_path / name, {"card.json": name.encode()})) for name in ("good", "bad"))
+    (tmp_path / "store" / bad / "card.json").write_text("else")
+    assert readable([bad, good, "models/sha256-" + "0" * 64], lambda ref: store.text(ref, "card.json")) == ["good"]
+    with pytest.raises(Corrupt, match="nothing"):
+        store.text(good, "nothing")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_is_hidden_does_not_exist_and_can_come_back_or_go(tmp_path: Path, remote: bool) -> None:
+    root = f"memory://hidden-{tmp_path.name}" if remote else str(tmp_path / "artifacts")
+    store = ArtifactStore(root, tmp_path / "cache")
+    sources = {name: write(tmp_path / name, {"a/b": name.encode()}) for name in ("back", "gone", "anew", "crashed")}
+    refs = {name: store.put("things", source) for name, source in sources.items()}
+    for name in refs:
+        store.get(refs[name])
+        store.hide(refs[name])
+    assert store.list() == [] and store.hidden() == sorted(refs.values()) and all(time.time() - store.stored_at(ref) < 3600 for ref in refs.values())
+    for ref in refs.values():
+        with pytest.raises(NotFound):
+            store.hide(ref)
+        with pytest.raises(NotFound):
+            store.manifest(ref)
+    store.show(refs["back"])
+    store.remove_hidden(refs["gone"])
+    assert store.put("things", sources["anew"]) == refs["anew"]
+    store.show(refs["anew"])
+    store.remove_hidden(refs["anew"])
+    assert store.list() == sorted([refs["back"], refs["anew"]]) and store.hidden() == [refs["crashed"]]
+    assert [(store.get(refs[name]) / "a" / "b").read_bytes() for name in ("back", "anew")] == [b"back", b"anew"]
+    with pytest.raises(NotFound):
+        store.stored_at(refs["gone"])
+    if remote:
+        reader = ArtifactStore(root, tmp_path / "other")
+        reader.get(refs["back"])
+        store.remove(refs["back"])
+        assert (reader.forget_fetched(), reader.forget_fetched()) == (1, 0)
+
+
+def test_what_a_killed_removal_has_left_stands_in_nobodys_way(tmp_path: Path) -> None:
+    store = ArtifactStore(str(tmp_path / "artifacts"))
+    ref = store.put("things", write(tmp_path / "in", {"a": b"1"}))
+    (tmp_path / "artifacts" / ref / "manifest.json").unlink()  # as versions before this one began
+    assert store.put("things", tmp_path / "in") == ref and store.get(ref).is_dir()
