@@ -18,7 +18,7 @@ CHECKED_ALONE = {
     "docker": "wants an engine: tests/compose brings the stack up in containers and kills each",
     "helm": "wants a cluster: the options are rendered by real Helm here; tests/cluster installs and upgrades on a real control plane",
     "kubectl": "wants a cluster: resources and names are checked against the chart; tests/cluster uses them",
-    "python": "benchmarks of minutes: tests/benchmarks runs each one's quick form",
+    "python": "benchmarks of minutes, which `make bench` runs: the script and its options are checked here",
     "pip": "installs from an index: CI does it in a clean clone",
     "redis-server": "the server of one's own: tests/conftest.py starts the same one with the same options",
 }
