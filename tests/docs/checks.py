@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +36,7 @@ _RESOURCES = {"pods", "nodes", "configmaps", "lease", "crd", "npujobs", "npuserv
 
 def value_of(words: tuple[str, ...], *names: str) -> list[str]:
     """Values of an option that may come several times, as ``--name value`` or ``--name=value``."""
-    found = [after for word, after in zip(words, words[1:], strict=False) if word in names]
+    found = [after for word, after in pairwise(words) if word in names]
     return found + [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]
 
 

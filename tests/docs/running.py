@@ -9,7 +9,7 @@ from semantide.services.commandline.client import Client
 from .blocks import Block, commands
 
 # What runs as it stands in a shell beside the stack.
-RUN = {"semantide", "curl"}
+RUN = {"semantide", "curl", "redis-server"}
 PLAIN = {"export", "cat", "python3"}
 
 # Programs that no line of a page runs here: each is checked by checks.py, and what it does is tested where the reason says.
@@ -18,16 +18,12 @@ CHECKED_ALONE = {
     "docker": "wants an engine: tests/compose brings the stack up in containers and kills each",
     "helm": "wants a cluster: the options are rendered by real Helm here; tests/cluster installs and upgrades on a real control plane",
     "kubectl": "wants a cluster: resources and names are checked against the chart; tests/cluster uses them",
-    "python": "benchmarks of minutes: tests/benchmarks runs each one's quick form",
+    "python": "benchmarks of minutes, which `make bench` runs: the script and its options are checked here",
     "pip": "installs from an index: CI does it in a clean clone",
-    "redis-server": "the server of one's own: tests/conftest.py starts the same one with the same options",
 }
 
 # Lines of programs that do run elsewhere. (page, beginning of the line) -> why not here.
 LINES = {
-    ("docs/operations.md", "for room in"): "workers by hand for ever: tests/compose runs each in a container",
-    ("docs/operations.md", "semantide api all"): "an API by hand for ever: `semantide up`, which all lines here talk to, starts this very process",
-    ("docs/operations.md", "export SEMANTIDE_REDIS_URL"): "names the broker of the line before it",
     ("docs/operations.md", "for volume in"): "wants an engine: volumes of containers",
     ("docs/deploy.md", "python3 -m venv"): "makes an environment and fills it from an index: `make install` does that in CI",
     ("docs/latency.md", "export SEMANTIDE_SERVING"): "read by a process when it starts: test_shell.py starts one with them",
@@ -40,6 +36,11 @@ def why_not_run(block: Block, line: str) -> str:
         if block.page == page and line.startswith(beginning):
             return reason
     return next((CHECKED_ALONE[command.program] for command in commands(line) if command.program in CHECKED_ALONE), "")
+
+
+def by_hand(block: Block) -> bool:
+    """Whether a block starts a whole stack itself, which has a test of its own."""
+    return "redis-server --port" in block.text
 
 
 def is_up(line: str) -> bool:
