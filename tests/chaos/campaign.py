@@ -88,7 +88,7 @@ class Campaign:
 
     def _go_through(self, run: Run, fault: Fault, chance: random.Random) -> None:
         wrong_before = len(self.crowd.wrong())
-        spec = specs(self.ground.inputs).get(fault.room)
+        spec = specs(self.ground.inputs).get(fault.room) if chance.random() < fault.meets else None
         fault.prepare(self.ground, chance)
         job: JobRecord | None = None
         if spec is not None:
@@ -220,9 +220,13 @@ def shake(folder: Path, wanted: list[tuple[int, str]], seed: int, until: float, 
         say(f"a stack on {'a broker with replicas and sentinels' if failover else 'a broker of its own'} for {len(these)} runs")
         with _campaign(folder / ("failover" if failover else "own"), seed, failover, say) as campaign:
             with campaign.crowd.at_work():
-                for number, kind in these:
-                    if time.monotonic() < until:
-                        campaign.run(number, kind)
+                try:
+                    for number, kind in these:
+                        if time.monotonic() < until:
+                            campaign.run(number, kind)
+                except KeyboardInterrupt:
+                    say("interrupted: the accounts of what was run follow")
+                    until = 0.0
             problems += campaign.close()
         runs += campaign.runs
         one = campaign.balance

@@ -21,9 +21,10 @@ _MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 class Fault:
-    """One that has struck nothing yet. ``room``: whose job runs when it strikes; ``lasts``: between how many seconds; ``failover``: on a broker with replicas."""
+    """One that has struck nothing yet. ``room``: whose job runs, in some of the runs, when it strikes; ``lasts``: between how many seconds; ``failover``: on a broker with replicas."""
 
     room = ""
+    meets = 0.3  # share of the runs in which that job runs
     lasts = (0.0, 0.0)
     failover = False
     planned = False  # lifting it is part of it: recovery counts from before that
@@ -53,6 +54,8 @@ class Fault:
 
 class Killed(Fault):
     """A process of the stack is killed (SIGKILL), or the broker is asked to end (SIGTERM)."""
+
+    meets = 0.5
 
     def __init__(self, name: str, number: int = signal.SIGKILL) -> None:
         self.name, self._number = name, number
@@ -95,6 +98,8 @@ class UpKilled(Fault):
 class JobKilled(Fault):
     """The process of a job is killed while it works."""
 
+    meets = 1.0
+
     def __init__(self, room: str) -> None:
         self.room = room
 
@@ -108,7 +113,7 @@ class JobKilled(Fault):
 class MemoryBounded(Fault):
     """A job gets no more memory from the system (RLIMIT_AS): it fails, says so, and succeeds once there is some."""
 
-    room, fails, words = "training", "may", "memory"
+    room, meets, fails, words = "training", 1.0, "may", "memory"
 
     def strike(self, ground: Ground, chance: random.Random) -> None:
         """Bound its address space at what it has."""
@@ -120,7 +125,7 @@ class MemoryBounded(Fault):
 class MemoryTaken(Fault):
     """The kernel ends a job's process that takes more than its group may have (cgroup): it is started again."""
 
-    room = "training"
+    room, meets = "training", 1.0
 
     def __init__(self) -> None:
         self._group = _MEMORY_GROUPS / f"semantide-chaos-{os.getpid()}"
@@ -301,7 +306,7 @@ class ModelDamaged(Fault):
 class DatasetDamaged(Fault):
     """Bytes of a data set change before a job reads it: the job must fail and name the file; with the file right, it succeeds."""
 
-    room, fails, words = "tokenization", "must", "digest"
+    room, meets, fails, words = "tokenization", 1.0, "must", "digest"
 
     def __init__(self) -> None:
         self._damage: Damage | None = None
