@@ -104,7 +104,7 @@ class Campaign:
         fault.lift(self.ground)
         if fault.lasts[1] and not fault.planned:
             begin = time.monotonic()
-        self._recover(run, begin, job)
+        self._recover(run, begin, job, max(begin, fault.gone))
         if job is not None and spec is not None:
             self._settle(run, fault, spec, job)
         run.problems += fault.problems(self.ground)
@@ -118,16 +118,16 @@ class Campaign:
                 return
             time.sleep(0.05)
 
-    def _recover(self, run: Run, begin: float, job: JobRecord | None) -> None:
-        """Look until everything works again; when each part did."""
+    def _recover(self, run: Run, begin: float, job: JobRecord | None, since: float) -> None:
+        """Look until everything works again; when each part did. Answers count that were given after ``since``."""
         crowd, found = self.crowd, run.recovery
         before = self.ground.job(job.id) if job else None
         mark = 0
         while time.monotonic() < begin + RECOVERED_SECONDS:
             now = time.monotonic() - begin
-            if "answers" not in found and all(load.was_served(begin) for load in (crowd.asker, *crowd.visitors)):
-                found["answers"] = max(_first(load.served, begin) for load in (crowd.asker, *crowd.visitors)) - begin
-            if not mark and crowd.sender.was_served(begin):
+            if "answers" not in found and all(load.was_served(since) for load in (crowd.asker, *crowd.visitors)):
+                found["answers"] = max(_first(load.served, since) for load in (crowd.asker, *crowd.visitors)) - begin
+            if not mark and crowd.sender.was_served(since):
                 mark = crowd.accepted()
             if mark and "events" not in found:
                 stored = self.ground.stored()

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import network
 import psutil
 import versions
-from ground import WORKERS, Ground, wait
+from ground import PATIENCE_SECONDS, WORKERS, Ground, wait
 
 from semantide.shared.broker import free_port
 
@@ -30,6 +31,7 @@ class Fault:
     planned = False  # lifting it is part of it: recovery counts from before that
     fails = "never"  # the job; where it ``may`` or ``must``, ``words`` are in its error, and the same job then succeeds
     words = ""
+    gone = 0.0  # when all that was killed had ended, where that takes a while: what is answered before does not count
 
     def missing(self, ground: Ground) -> str:
         """Why it cannot be had on this machine; empty where it can."""
@@ -92,6 +94,7 @@ class UpKilled(Fault):
         ground.process.wait()
         ground.process = None
         wait(lambda: not [number for number in left if _runs(number)], "the end of what semantide up had started")
+        self.gone = time.monotonic()
         ground.up()
 
 
@@ -226,12 +229,11 @@ class NetworkCut(Fault):
 
 
 class PrimaryKilled(Fault):
-    """The broker's primary is killed and comes back as a replica; meanwhile the sentinels put another in its place."""
+    """The broker's primary is killed: the sentinels put another in its place, and it comes back as a replica."""
 
-    room, failover, lasts = "training", True, (4.0, 8.0)
+    room, failover = "training", True
 
     def __init__(self) -> None:
-        self._again: Callable[[], None] | None = None
         self._before = 0
 
     def strike(self, ground: Ground, chance: random.Random) -> None:
@@ -240,16 +242,15 @@ class PrimaryKilled(Fault):
         ground.brokers.wait_whole()
         self._before = ground.brokers.primary()
         self._again = ground.brokers.kill_primary()
-
-    def lift(self, ground: Ground) -> None:
-        """Start it again."""
-        assert self._again is not None
-        self._again()
+        self.gone = time.monotonic()
 
     def problems(self, ground: Ground) -> list[str]:
-        """The sentinels must have chosen another one."""
+        """The sentinels must have chosen another one, and what was killed must follow it."""
         assert ground.brokers is not None
-        return ["no other server took the primary's place"] if ground.brokers.primary() == self._before else []
+        now = ground.brokers.primary()
+        self._again()
+        ground.brokers.wait_whole(PATIENCE_SECONDS)
+        return ["no other server took the primary's place"] if now == self._before else []
 
 
 class TwoStacks(Fault):
