@@ -22,6 +22,9 @@ from semantide.services.ingestion.forgotten import Forgotten
 from semantide.services.ingestion.identity import HASH_BYTES, event_hashes
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, completed
+from semantide.shared.artifacts import digest_file
+from semantide.shared.errors import Corrupt
+from semantide.shared.telemetry import logger
 
 # SQLite takes at least 999 parameters a statement.
 _KEYS_PER_QUERY = 900
@@ -39,6 +42,18 @@ class Segment:
     first_time: int
     last_time: int
     actions: dict[str, int]
+    digest: str = ""  # sha256; empty for a file that was written before digests were kept
+
+    def check(self) -> None:
+        """Make sure that the file holds what was written.
+
+        Raises: Corrupt.
+        """
+        found = digest_file(self.path) if self.path.is_file() else "no file"
+        if found != (self.digest or found):
+            raise Corrupt(
+                f"segment {self.path.name} of the event log does not have its digest ({self.digest[:12]}..., found {found[:12]}): bring {self.path} back from a backup; its {self.num_rows} events are left alone until then"
+            )
 
 
 def write_durably(table: pa.Table, path: Path) -> None:
@@ -120,6 +135,7 @@ class EventLog:
         path = self.manifest.segments / f"{uuid.uuid4().hex}.parquet"
         self.manifest.created.append(path)
         write_durably(table, path)
+        self.manifest.connection.execute("INSERT INTO digests VALUES (?, ?)", (path.name, digest_file(path)))
         times = pc.min_max(table["time"]).as_py()
         actions = dict(Counter({entry["values"]: entry["counts"] for entry in pc.value_counts(table["action"]).to_pylist()}))
         self.manifest.connection.execute(
@@ -150,10 +166,13 @@ class EventLog:
     def segments(self, origin: str | None = None) -> list[Segment]:
         """The segments that count now (of one origin, or all); their files stay readable for at least an hour after a merge."""
         found = self.manifest.connection.execute(
-            "SELECT name, num_rows, num_bytes, first_time, last_time, actions FROM segments WHERE retired IS NULL AND (?1 IS NULL OR origin = ?1) ORDER BY name",
+            "SELECT name, num_rows, num_bytes, first_time, last_time, actions, coalesce(sha256, '') FROM segments LEFT JOIN digests USING (name) WHERE retired IS NULL AND (?1 IS NULL OR origin = ?1) ORDER BY name",
             (origin,),
         ).fetchall()
-        return [Segment(self.manifest.segments / name, rows, size, first, last, json.loads(actions)) for name, rows, size, first, last, actions in found]
+        return [
+            Segment(self.manifest.segments / name, rows, size, first, last, json.loads(actions), digest)
+            for name, rows, size, first, last, actions, digest in found
+        ]
 
     def merge_small(self, *, at_least: int = 32, small_rows: int = 100_000, most_rows: int = 1_000_000, now: float | None = None) -> int:
         """Merge small segments into one where many have gathered, the oldest first; how many were merged.
@@ -163,7 +182,10 @@ class EventLog:
         small = sorted((segment for segment in self.segments("") if segment.num_rows < small_rows), key=lambda segment: (segment.last_time, segment.path.name))
         if len(small) < at_least:
             return 0
-        rows = np.cumsum([segment.num_rows for segment in small[:256]])
+        small = [segment for segment in small[:256] if _sound(segment)]
+        if len(small) < 2:
+            return 0
+        rows = np.cumsum([segment.num_rows for segment in small])
         small = small[: max(2, int(np.searchsorted(rows, most_rows, side="right")))]
         with self.manifest.writing() as connection:
             names = [segment.path.name for segment in small]
@@ -184,6 +206,7 @@ class EventLog:
         before = int(((time.time() if now is None else now) - grace_seconds) * 1000)
         with self.manifest.writing() as connection:
             connection.execute("DELETE FROM segments WHERE retired < ?", (before,))
+            connection.execute("DELETE FROM digests WHERE name NOT IN (SELECT name FROM segments)")
             known = {name for (name,) in connection.execute("SELECT name FROM segments").fetchall()}
             for path in self.manifest.segments.iterdir():
                 if path.name not in known:
@@ -191,3 +214,13 @@ class EventLog:
                         path.unlink()
                         removed += 1
         return removed
+
+
+def _sound(segment: Segment) -> bool:
+    """Whether it may be merged: a damaged one would get a digest that is right."""
+    try:
+        segment.check()
+    except Corrupt as error:
+        logger("ingestion").error("a segment is damaged and stays as it is", error=str(error))
+        return False
+    return True

@@ -201,7 +201,7 @@ def _merge_histories(job: JobContext, segments: list[Segment]) -> None:
 def make_dataset(job: JobContext) -> JobOutcome:
     """Make a data set of everything that was accepted before now.
 
-    Raises: BadData where nothing is left after cleaning, TransientError where accepted batches are not being stored.
+    Raises: BadData where nothing is left after cleaning, Corrupt where a segment of the log is damaged, TransientError where accepted batches are not being stored.
     """
     config = DatasetConfig.parse(job.spec.config, session_gap_seconds=job.settings.session_gap_seconds)
     job.configured(config)
@@ -212,6 +212,9 @@ def make_dataset(job: JobContext) -> JobOutcome:
         tables = list(ItemLog(manifest).tables())
     if not segments:
         raise BadData("there are no interactions: send some to POST /v1/interactions, or import a file with `semantide ingest PATH`")
+    for segment in segments:
+        job.check_cancelled()
+        segment.check()
     items = pa.concat_tables(tables) if tables else ARTIFACT_SCHEMA.empty_table()
     settings = job.settings
     workdir = _workdir(job.workdir / "steps", segments, items, config, settings.actions, settings.data_part_rows)

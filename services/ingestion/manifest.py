@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS keys (name TEXT PRIMARY KEY, value BLOB NOT NULL) WIT
 CREATE TABLE IF NOT EXISTS forgotten (
     digest BLOB PRIMARY KEY, since INTEGER NOT NULL, accept_later INTEGER NOT NULL, swept INTEGER, found TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS digests (name TEXT PRIMARY KEY, sha256 TEXT NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -48,7 +49,7 @@ class Manifest:
             self.connection.execute("PRAGMA synchronous=FULL")
             self.connection.execute("PRAGMA temp_store=MEMORY")
             self.connection.execute("PRAGMA cache_size=-65536")
-            if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'forgotten'").fetchone():
+            if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'digests'").fetchone():
                 with self.writing():
                     for statement in _SCHEMA.split(";"):
                         self.connection.execute(statement)

@@ -88,7 +88,7 @@ class Campaign:
 
     def _go_through(self, run: Run, fault: Fault, chance: random.Random) -> None:
         wrong_before = len(self.crowd.wrong())
-        spec = specs(self.ground.inputs).get(fault.room)
+        spec = specs(self.ground.inputs).get(fault.room) if chance.random() < fault.meets else None
         fault.prepare(self.ground, chance)
         job: JobRecord | None = None
         if spec is not None:
@@ -104,7 +104,7 @@ class Campaign:
         fault.lift(self.ground)
         if fault.lasts[1] and not fault.planned:
             begin = time.monotonic()
-        self._recover(run, begin, job)
+        self._recover(run, begin, job, max(begin, fault.gone))
         if job is not None and spec is not None:
             self._settle(run, fault, spec, job)
         run.problems += fault.problems(self.ground)
@@ -118,16 +118,16 @@ class Campaign:
                 return
             time.sleep(0.05)
 
-    def _recover(self, run: Run, begin: float, job: JobRecord | None) -> None:
-        """Look until everything works again; when each part did."""
+    def _recover(self, run: Run, begin: float, job: JobRecord | None, since: float) -> None:
+        """Look until everything works again; when each part did. Answers count that were given after ``since``."""
         crowd, found = self.crowd, run.recovery
         before = self.ground.job(job.id) if job else None
         mark = 0
         while time.monotonic() < begin + RECOVERED_SECONDS:
             now = time.monotonic() - begin
-            if "answers" not in found and all(load.was_served(begin) for load in (crowd.asker, *crowd.visitors)):
-                found["answers"] = max(_first(load.served, begin) for load in (crowd.asker, *crowd.visitors)) - begin
-            if not mark and crowd.sender.was_served(begin):
+            if "answers" not in found and all(load.was_served(since) for load in (crowd.asker, *crowd.visitors)):
+                found["answers"] = max(_first(load.served, since) for load in (crowd.asker, *crowd.visitors)) - begin
+            if not mark and crowd.sender.was_served(since):
                 mark = crowd.accepted()
             if mark and "events" not in found:
                 stored = self.ground.stored()
@@ -220,9 +220,13 @@ def shake(folder: Path, wanted: list[tuple[int, str]], seed: int, until: float, 
         say(f"a stack on {'a broker with replicas and sentinels' if failover else 'a broker of its own'} for {len(these)} runs")
         with _campaign(folder / ("failover" if failover else "own"), seed, failover, say) as campaign:
             with campaign.crowd.at_work():
-                for number, kind in these:
-                    if time.monotonic() < until:
-                        campaign.run(number, kind)
+                try:
+                    for number, kind in these:
+                        if time.monotonic() < until:
+                            campaign.run(number, kind)
+                except KeyboardInterrupt:
+                    say("interrupted: the accounts of what was run follow")
+                    until = 0.0
             problems += campaign.close()
         runs += campaign.runs
         one = campaign.balance

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import network
 import psutil
 import versions
-from ground import WORKERS, Ground, wait
+from ground import PATIENCE_SECONDS, WORKERS, Ground, wait
 
 from semantide.shared.broker import free_port
 
@@ -21,14 +22,16 @@ _MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 class Fault:
-    """One that has struck nothing yet. ``room``: whose job runs when it strikes; ``lasts``: between how many seconds; ``failover``: on a broker with replicas."""
+    """One that has struck nothing yet. ``room``: whose job runs, in some of the runs, when it strikes; ``lasts``: between how many seconds; ``failover``: on a broker with replicas."""
 
     room = ""
+    meets = 0.3  # share of the runs in which that job runs
     lasts = (0.0, 0.0)
     failover = False
     planned = False  # lifting it is part of it: recovery counts from before that
     fails = "never"  # the job; where it ``may`` or ``must``, ``words`` are in its error, and the same job then succeeds
     words = ""
+    gone = 0.0  # when all that was killed had ended, where that takes a while: what is answered before does not count
 
     def missing(self, ground: Ground) -> str:
         """Why it cannot be had on this machine; empty where it can."""
@@ -53,6 +56,8 @@ class Fault:
 
 class Killed(Fault):
     """A process of the stack is killed (SIGKILL), or the broker is asked to end (SIGTERM)."""
+
+    meets = 0.5
 
     def __init__(self, name: str, number: int = signal.SIGKILL) -> None:
         self.name, self._number = name, number
@@ -89,11 +94,14 @@ class UpKilled(Fault):
         ground.process.wait()
         ground.process = None
         wait(lambda: not [number for number in left if _runs(number)], "the end of what semantide up had started")
+        self.gone = time.monotonic()
         ground.up()
 
 
 class JobKilled(Fault):
     """The process of a job is killed while it works."""
+
+    meets = 1.0
 
     def __init__(self, room: str) -> None:
         self.room = room
@@ -108,7 +116,7 @@ class JobKilled(Fault):
 class MemoryBounded(Fault):
     """A job gets no more memory from the system (RLIMIT_AS): it fails, says so, and succeeds once there is some."""
 
-    room, fails, words = "training", "may", "memory"
+    room, meets, fails, words = "training", 1.0, "may", "memory"
 
     def strike(self, ground: Ground, chance: random.Random) -> None:
         """Bound its address space at what it has."""
@@ -120,7 +128,7 @@ class MemoryBounded(Fault):
 class MemoryTaken(Fault):
     """The kernel ends a job's process that takes more than its group may have (cgroup): it is started again."""
 
-    room = "training"
+    room, meets = "training", 1.0
 
     def __init__(self) -> None:
         self._group = _MEMORY_GROUPS / f"semantide-chaos-{os.getpid()}"
@@ -221,12 +229,11 @@ class NetworkCut(Fault):
 
 
 class PrimaryKilled(Fault):
-    """The broker's primary is killed and comes back as a replica; meanwhile the sentinels put another in its place."""
+    """The broker's primary is killed: the sentinels put another in its place, and it comes back as a replica."""
 
-    room, failover, lasts = "training", True, (4.0, 8.0)
+    room, failover = "training", True
 
     def __init__(self) -> None:
-        self._again: Callable[[], None] | None = None
         self._before = 0
 
     def strike(self, ground: Ground, chance: random.Random) -> None:
@@ -235,16 +242,15 @@ class PrimaryKilled(Fault):
         ground.brokers.wait_whole()
         self._before = ground.brokers.primary()
         self._again = ground.brokers.kill_primary()
-
-    def lift(self, ground: Ground) -> None:
-        """Start it again."""
-        assert self._again is not None
-        self._again()
+        self.gone = time.monotonic()
 
     def problems(self, ground: Ground) -> list[str]:
-        """The sentinels must have chosen another one."""
+        """The sentinels must have chosen another one, and what was killed must follow it."""
         assert ground.brokers is not None
-        return ["no other server took the primary's place"] if ground.brokers.primary() == self._before else []
+        now = ground.brokers.primary()
+        self._again()
+        ground.brokers.wait_whole(PATIENCE_SECONDS)
+        return ["no other server took the primary's place"] if now == self._before else []
 
 
 class TwoStacks(Fault):
@@ -301,7 +307,7 @@ class ModelDamaged(Fault):
 class DatasetDamaged(Fault):
     """Bytes of a data set change before a job reads it: the job must fail and name the file; with the file right, it succeeds."""
 
-    room, fails, words = "tokenization", "must", "digest"
+    room, meets, fails, words = "tokenization", 1.0, "must", "digest"
 
     def __init__(self) -> None:
         self._damage: Damage | None = None
