@@ -56,11 +56,12 @@ def _show(result: dict[str, Any]) -> None:
         for name, found in result["signals"].items()
     ]
     display.table(f"Signals, measured on {result['measured_on']}", ["signal", "rate", "AUC", "calibration error", "where shown", "calibration", "weight"], rows)
-    if result["debiased"]["effective_share"] < _ALIKE:
+    share = result.get("debiased", {}).get("effective_share", 1.0)
+    if share < _ALIKE:
         shown = {name: found.get("shown", found)["auc"] for name, found in result["signals"].items()}  # one of an earlier version had those alone
         alike = ", ".join(f"{name} {auc:.4f}" for name, auc in shown.items() if auc is not None)
         display.console.print(
-            f"exposures count by inverse propensities: {result['debiased']['effective_share']:.1%} of them would say as much if they counted alike; AUC where they do: {alike}",
+            f"exposures count by inverse propensities: {share:.1%} of them would say as much if they counted alike; AUC where they do: {alike}",
             highlight=False,
         )
     gate = result["gate"]
