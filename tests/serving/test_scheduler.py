@@ -244,7 +244,9 @@ def test_a_fault_of_the_scheduler_itself_is_told_to_whoever_waits(started, monke
 
 
 @pytest.mark.parametrize("stage", ["assemble", "begin"])
-@pytest.mark.parametrize(("said", "gone"), [("CUDA error: an illegal memory access was encountered", True), ("mat1 and mat2 shapes cannot be multiplied", False)])
+@pytest.mark.parametrize(
+    ("said", "gone"), [("CUDA error: an illegal memory access was encountered", True), ("mat1 and mat2 shapes cannot be multiplied", False)]
+)
 def test_a_device_that_failed_is_remembered_and_work_that_is_wrong_is_not(started, monkeypatch, stage, said, gone):
     stages = Jobs()
     scheduler = started(stages)
