@@ -203,6 +203,9 @@ def test_a_process_that_begins_leaves_requests_to_others_until_its_generator_is_
     assert service.ready() == (False, "serving: the live model is being loaded")
     service.swapper.poll()
     assert service.ready() == (True, f"serving {pair.model}")
+    service.scheduler.device_error = "RuntimeError: CUDA error: unspecified launch failure"
+    fine, why = service.ready()
+    assert not fine and "CUDA error" in why and "started again" in why
 
 
 def test_a_process_is_ready_once_the_retriever_that_is_wanted_answers(world: World) -> None:
