@@ -75,9 +75,13 @@ def test_no_request_breaks_a_route_and_every_answer_is_announced(schema: Any, re
         with suppress(hypothesis.errors.Unsatisfiable):  # nothing can be wrong with a request that has no parts
             send()
 
-    for operation in operations:
+    for number, operation in enumerate(operations, 1):
         for mode in GenerationMode:
             fuzz(operation, mode)
+        if REQUESTS:  # a long run that somebody ends has told how far it came
+            print(
+                f"{number}/{len(operations)} {operation.method.upper()} {operation.path}: {statuses.total()} requests, {len(violations)} violations", flush=True
+            )
     record_property("requests", statuses.total())
     print(f"{statuses.total()} requests of {len(operations)} operations: {dict(sorted(statuses.items()))}; {len(violations)} violations")
     assert not violations, "\n\n".join(f"{name}: {text}" for name, text in violations.items())

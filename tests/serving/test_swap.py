@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from semantide.services.serving import registry as registry_module
+from semantide.services.serving import registry_state as registry_module
 from semantide.services.serving import tasks
 from semantide.services.serving.registry import Registry
 from semantide.services.serving.registry_state import Candidate, Pair
