@@ -55,7 +55,7 @@ test-compose: native  ## The stack in real containers: the demo, then every one 
 	SEMANTIDE_TEST_COMPOSE=1 $(BIN)/python -m pytest -m compose -rs tests/compose
 
 test-docs: native  ## Every command of the documentation against a real stack, on small data
-	$(BIN)/python -m pytest -m docs -rs --timeout 1800 tests/docs
+	$(BIN)/python -m pytest -m docs -rs --timeout 3600 tests/docs
 
 docs: install  ## The documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
