@@ -61,7 +61,7 @@ soak: native  ## The whole stack under mixed load: memory, files and keys must s
 	$(BIN)/python tests/chaos/soak.py --minutes $(or $(MINUTES),60) --users $(or $(USERS),100000) $(if $(KEEP),--keep $(KEEP))
 
 test-docs: native  ## Every command of the documentation against a real stack, on small data
-	$(BIN)/python -m pytest -m docs -rs --timeout 1800 tests/docs
+	$(BIN)/python -m pytest -m docs -rs --timeout 3600 tests/docs
 
 docs: install  ## The documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -107,7 +107,7 @@ class Beside:
         if same in self.done and same.startswith(_MADE_ONCE):
             return self.done[same]  # for another page; its answer would take as long again
         script = f"set -euo pipefail; [ ! -f .shell ] || . ./.shell; set -a\n{typed}\nset +a; export -p > .shell"
-        outcome = subprocess.run(["bash", "-c", script], env=self.environment, cwd=self.folder, capture_output=True, text=True, check=False, timeout=900)
+        outcome = subprocess.run(["bash", "-c", script], env=self.environment, cwd=self.folder, capture_output=True, text=True, check=False, timeout=1800)
         assert outcome.returncode == 0, f"{typed}\nended with {outcome.returncode}\n{outcome.stdout[-3000:]}\n{outcome.stderr[-3000:]}"
         self.done[same] = outcome.stdout
         return outcome.stdout
