@@ -200,10 +200,14 @@ class Ground:
         return record
 
     def __enter__(self) -> Ground:
-        if self.brokers is not None:
-            self.brokers.start()
-        self.up()
-        _fill(self)
+        try:
+            if self.brokers is not None:
+                self.brokers.start()
+            self.up()
+            _fill(self)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
