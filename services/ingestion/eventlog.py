@@ -147,7 +147,10 @@ class EventLog:
             "SELECT name, num_rows, num_bytes, first_time, last_time, actions, coalesce(sha256, '') FROM segments LEFT JOIN digests USING (name) WHERE retired IS NULL AND (?1 IS NULL OR origin = ?1) ORDER BY name",
             (origin,),
         ).fetchall()
-        return [Segment(self.manifest.segments / name, rows, size, first, last, json.loads(actions), digest) for name, rows, size, first, last, actions, digest in found]
+        return [
+            Segment(self.manifest.segments / name, rows, size, first, last, json.loads(actions), digest)
+            for name, rows, size, first, last, actions, digest in found
+        ]
 
     def merge_small(self, *, at_least: int = 32, small_rows: int = 100_000, now: float | None = None) -> int:
         """Merge small segments into one where many have gathered; how many were merged.
