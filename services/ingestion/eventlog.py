@@ -161,6 +161,8 @@ class EventLog:
         if len(small) < at_least:
             return 0
         small = [segment for segment in small[:256] if _sound(segment)]
+        if len(small) < 2:
+            return 0
         with self.manifest.writing() as connection:
             names = [segment.path.name for segment in small]
             alive = {name for (name,) in connection.execute("SELECT name FROM segments WHERE retired IS NULL").fetchall()}
