@@ -32,6 +32,7 @@ from semantide.shared.errors import Conflict
 from semantide.shared.listening import bound_socket, listening_address
 
 _STABLE_SECONDS = 30.0
+_READY_SECONDS = 300.0  # a machine that has much else to do takes minutes to begin; who ends meanwhile is noticed at once
 _END_SECONDS = 30.0
 _LOG_BYTES = 64 * 1024 * 1024  # of a log that a new start puts aside, in the place of the one before
 
@@ -205,7 +206,7 @@ class Stack:
         temporary.replace(state_file(self.folder))
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline and not self._ending.is_set():
             for child in self.children:
                 if child.process is not None and (status := child.process.poll()) is not None:
@@ -218,7 +219,7 @@ class Stack:
                 pass
             time.sleep(0.1)
         if not self._ending.is_set():
-            raise Conflict(f"the APIs did not become ready within 120 s: see {self.folder}/logs")
+            raise Conflict(f"the APIs did not become ready within {_READY_SECONDS:.0f} s: see {self.folder}/logs")
 
     def places(self) -> list[tuple[str, str, str]]:
         """(what, where, log) of every process."""

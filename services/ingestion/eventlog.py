@@ -147,11 +147,13 @@ class EventLog:
         """Write a segment anew without the rows that are ``gone``, and forget their event ids; how many. The old file goes as one that was merged at ``retired`` does, in milliseconds since 1970.
 
         Nothing where the segment was merged meanwhile: its rows are found in another one.
+        Raises: Corrupt.
         """
         with self.manifest.writing() as connection:
             row = connection.execute("SELECT origin FROM segments WHERE name = ? AND retired IS NULL", (segment.path.name,)).fetchone()
             if row is None:
                 return 0
+            segment.check()
             table = read_segment(segment.path)
             flags = gone(table)
             hashes = table.filter(pa.array(flags))["event"].to_pylist()

@@ -27,7 +27,7 @@ from semantide.shared.errors import TransientError
 KEY = "chaos"
 NUM_ITEMS, NUM_USERS = 60, 90
 START_MS = 1_766_000_000_000
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 320.0
 WORKERS = tuple(f"{room} worker" for room in ROOMS)
 _COMMAND = [sys.executable, "-m", "semantide.services.commandline.main"]
 T = TypeVar("T")
@@ -200,10 +200,14 @@ class Ground:
         return record
 
     def __enter__(self) -> Ground:
-        if self.brokers is not None:
-            self.brokers.start()
-        self.up()
-        _fill(self)
+        try:
+            if self.brokers is not None:
+                self.brokers.start()
+            self.up()
+            _fill(self)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

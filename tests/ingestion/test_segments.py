@@ -69,6 +69,7 @@ def test_a_damaged_segment_is_not_merged_and_comes_back_with_its_file(tmp_path: 
         assert log.merge_small(at_least=4) == 7
         left = {segment.path.name for segment in log.segments()}
         assert bad.path.name in left and len(left) == 2 and sum(segment.num_rows for segment in log.segments()) == 48
+        assert log.merge_small(at_least=2) == 0
         bad.path.write_bytes(kept)
         assert log.merge_small(at_least=2) == 2
         for segment in log.segments():
