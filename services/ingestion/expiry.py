@@ -13,6 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from semantide.services.ingestion.eventlog import EventLog
+from semantide.shared.errors import Corrupt
+from semantide.shared.telemetry import logger
 
 _DAY_MS = 86_400_000
 _SLACK = 10
@@ -39,7 +41,10 @@ class Expiry:
                 too_large -= segment.num_bytes
             elif segment.first_time >= oldest - self._kept_ms // _SLACK:
                 continue
-            gone += self._log.cut(segment, _all if whole else partial(_before, oldest), retired=now_ms)
+            try:
+                gone += self._log.cut(segment, _all if whole else partial(_before, oldest), retired=now_ms)
+            except Corrupt as error:
+                logger("ingestion").error("a segment is damaged and is kept beyond its time", error=str(error))
             looked_at += segment.num_rows
             if looked_at >= _MOST_ROWS:
                 break

@@ -124,3 +124,20 @@ def test_neighbours_in_time_are_merged_and_no_more_than_fit_into_memory(tmp_path
         assert log.merge_small(at_least=3, most_rows=7) == 3
         ages = sorted(((NOW - segment.last_time) / DAY, (NOW - segment.first_time) / DAY) for segment in log.segments())
         assert ages == [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (3.0, 5.0)]
+
+
+def test_a_damaged_segment_stays_as_it_is_and_the_others_go(tmp_path: Path) -> None:
+    with closing(Manifest(tmp_path)) as manifest:
+        for begin, ages in enumerate(([30.0, 1.0], [40.0], [30.0, 2.0])):
+            store(manifest, ages, begin=100 * begin)
+        damaged = EventLog(manifest).segments()[0].path
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        before = damaged.read_bytes()
+        gone = Expiry(EventLog(manifest), 10, 0).step(NOW)
+        left = [segment.path for segment in EventLog(manifest).segments()]
+        assert gone in (1, 2), "what is sound and too old, wherever the damaged one stands among them"
+        assert damaged in left and damaged.read_bytes() == before
+        damaged.write_bytes(content)
+        assert gone + Expiry(EventLog(manifest), 10, 0).step(NOW) == 3
+        assert ages_in(manifest) == Counter([1.0, 2.0])
