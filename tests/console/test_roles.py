@@ -113,7 +113,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         found = ANSWERS.get(f"/{path}")
         return JSONResponse({"error": {"type": "NotFound", "message": f"no {path}"}}, status_code=404) if found is None else JSONResponse(found)
 
-    app.add_middleware(Gate, keys=api_keys(settings), max_body_bytes=1 << 20, limits=RateLimits(0.0, 1, lambda: 0.0))
+    app.add_middleware(Gate, keys=api_keys(settings), max_body_bytes=1 << 20, body_seconds=60.0, limits=RateLimits(0.0, 1, lambda: 0.0))
 
     @app.middleware("http")
     async def noting(request: Request, further: Callable[[Request], Any]) -> Any:

@@ -113,8 +113,9 @@ def kubectl(command: Command, manifests: list[dict[str, Any]]) -> None:
         assert things == ["NODE"]
     else:
         assert verb in ("get", "describe"), f"kubectl {verb}: is this command right? Say here how it is checked"
-        kind = things[0].partition("/")[0].rstrip("s") if things[0] != "pod" else "pod"
-        assert kind in {each.rstrip("s") for each in _RESOURCES} or things[0] == "pod", f"kubectl {verb} {things[0]}: what is that?"
+        kinds = {"pod", *(each.rstrip("s") for each in _RESOURCES)}
+        for thing in things[0].split(","):
+            assert thing.partition("/")[0].rstrip("s") in kinds, f"kubectl {verb} {thing}: what is that?"
 
 
 def helm(command: Command, render: Callable[..., Any], files: Path) -> None:

@@ -26,6 +26,10 @@ CHECKED_ALONE = {
 LINES = {
     ("docs/operations.md", "for volume in"): "wants an engine: volumes of containers",
     ("docs/deploy.md", "python3 -m venv"): "makes an environment and fills it from an index: `make install` does that in CI",
+    (
+        "docs/console.md",
+        "SEMANTIDE_DATA_DIR=.demo/kuairand",
+    ): "a stack with the demo's data, in a clone: tests/console/first_recommendation.py walks it in a browser",
     ("docs/latency.md", "export SEMANTIDE_SERVING"): "read by a process when it starts: test_shell.py starts one with them",
 }
 
