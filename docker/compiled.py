@@ -57,6 +57,7 @@ IMPORTED = (
     "redis",
     "redis.backoff",
     "redis.retry",
+    "redis.sentinel",
     "rich.box",
     "rich.console",
     "rich.progress",

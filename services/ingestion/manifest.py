@@ -7,6 +7,7 @@ One transaction holds everything that one batch changes, so a kill at any point 
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ CREATE TABLE IF NOT EXISTS forgotten (
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS digests (name TEXT PRIMARY KEY, sha256 TEXT NOT NULL) WITHOUT ROWID;
 """
+_NAMES = re.findall(r"IF NOT EXISTS (\w+)", _SCHEMA)
 
 
 class Manifest:
@@ -49,7 +51,8 @@ class Manifest:
             self.connection.execute("PRAGMA synchronous=FULL")
             self.connection.execute("PRAGMA temp_store=MEMORY")
             self.connection.execute("PRAGMA cache_size=-65536")
-            if not self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'digests'").fetchone():
+            known = {name for (name,) in self.connection.execute("SELECT name FROM sqlite_master")}
+            if not known.issuperset(_NAMES):
                 with self.writing():
                     for statement in _SCHEMA.split(";"):
                         self.connection.execute(statement)

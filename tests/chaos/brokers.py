@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from redis import Redis, RedisError
+from redis import Redis, RedisError, ResponseError
 from redis.sentinel import Sentinel
 
 from semantide.shared.broker import free_port, server_binary
 
 _NAME, _PASSWORD = "semantide", "chaos"
 _DOWN_MS = 2000
+_PATIENCE_SECONDS = 60.0
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Brokers:
         known = [dict(sentinel.sentinel_master(_NAME)) for sentinel in self._asked.sentinels]  # type: ignore[arg-type]
         return min(int(each["num-other-sentinels"]) for each in known) >= 2
 
-    def wait_whole(self, seconds: float = 60.0) -> None:
+    def wait_whole(self, seconds: float = _PATIENCE_SECONDS) -> None:
         """Return when both replicas follow the primary."""
         deadline = time.monotonic() + seconds
         while True:
@@ -95,8 +96,17 @@ class Brokers:
             time.sleep(0.2)
 
     def fail_over(self) -> None:
-        """Ask the sentinels to put a replica in the primary's place."""
-        self._asked.sentinels[0].sentinel_failover(_NAME)
+        """Ask the sentinels to put a replica in the primary's place, as soon as they know one that is fit for it."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                self._asked.sentinels[0].sentinel_failover(_NAME)
+            except ResponseError as error:
+                if "NOGOODSLAVE" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+            else:
+                return
 
     def kill_primary(self) -> Callable[[], None]:
         """Kill it with SIGKILL; what starts it again, as somebody's supervisor would."""

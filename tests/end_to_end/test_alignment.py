@@ -31,7 +31,7 @@ ALIGN = {
     "beams": 2,
     "evaluate_every": 3,
     "held_out_users": 40,
-    "probes": 8,
+    "probes": 30,
     "learning_rate": 5e-3,
     "guard_loss": 1.0,
     "staleness": 1,

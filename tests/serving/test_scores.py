@@ -141,7 +141,7 @@ def test_what_cannot_be_scored_is_refused_and_nobody_else_hears_of_it(server, wo
 
 def test_more_items_than_memory_are_refused_by_name(world) -> None:
     bundle = load_bundle(world.room.store, Pair(model=world.add_model(0), catalog=world.catalog_ref))
-    stages = Recommending(lambda users: {}, {"click": 1.0}, Unavailable, KVPool(1 << 14), time.perf_counter)
+    stages = Recommending(lambda users: {}, {"click": 1.0}, Unavailable, KVPool(1 << 12), time.perf_counter)
     (outcome,) = stages.assemble([Asked(Wish(None, (("i1", "click", None),), items=tuple(f"i{row}" for row in range(200))), bundle)])
     assert isinstance(outcome, ValueError) and "`items` of 200" in str(outcome) and "ask for fewer items" in str(outcome)
 

@@ -187,7 +187,12 @@ def test_what_does_not_belong_together_is_refused_by_name(make_job: MakeJob, tra
     refused(BadData, "judge and reward have the same weights", reward=copies[0], judge=copies[1])
     paged = tmp_path / "paged"
     shutil.copytree(store.get(trained["dataset"]), paged, ignore=shutil.ignore_patterns("manifest.json"))
-    pq.write_table(pa.table({"user": [0], "time": [0], "items": pa.array([[1]], pa.list_(pa.int32())), "actions": [["click"]]}), paged / "pages.parquet")
+    pq.write_table(
+        pa.table(
+            {"user": [0], "time": [0], "items": pa.array([[1]], pa.list_(pa.int32())), "actions": [["click"]], "parts": pa.array([[0]], pa.list_(pa.int8()))}
+        ),
+        paged / "pages.parquet",
+    )
     header = json.loads((paged / "dataset.json").read_text())
     (paged / "dataset.json").write_text(json.dumps({**header, "config": {**header.get("config", {}), "actions": {"click": 1.0}}}))
     refused(
