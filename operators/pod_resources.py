@@ -39,7 +39,8 @@ def asked(spec: Mapping[str, Any], name: str, parts: int = 1) -> int:
 def threads_of(template: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The variable that keeps a pod of this template to the processors it asks for: on a node of many it would start as many threads as that has."""
     millicores = asked({"containers": [{"resources": template.get("resources")}]}, "cpu", 1000)
-    if not millicores or any(entry.get("name") == _THREADS for entry in template.get("env") or ()):
+    # Less than one is for being placed, and says nothing of how many it may use.
+    if millicores < 1000 or any(entry.get("name") == _THREADS for entry in template.get("env") or ()):
         return []
     return [{"name": _THREADS, "value": str(-(-millicores // 1000))}]
 

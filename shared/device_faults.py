@@ -22,6 +22,12 @@ _OF_THE_WORK = (
     "invalid argument",
     "invalid configuration",
     "invalid device ordinal",
+    "too many resources requested",
+    "STATUS_ALLOC_FAILED",
+    "STATUS_NOT_SUPPORTED",
+    "STATUS_INVALID_VALUE",
+    "STATUS_BAD_PARAM",
+    "STATUS_ARCH_MISMATCH",
 )
 
 

@@ -50,10 +50,12 @@ class Segment:
         Raises: Corrupt.
         """
         found = digest_file(self.path) if self.path.is_file() else "no file"
-        if found != (self.digest or found):
+        if found == "no file" or found != (self.digest or found):
             raise Corrupt(
                 f"segment {self.path.name} of the event log does not have its digest ({self.digest[:12]}..., found {found[:12]}): bring {self.path} back from a backup; its {self.num_rows} events are left alone until then"
             )
+        if not self.digest:  # written before digests were kept
+            read_segment(self.path)
 
 
 def write_durably(table: pa.Table, path: Path) -> None:
@@ -81,10 +83,18 @@ def write_durably(table: pa.Table, path: Path) -> None:
 
 
 def read_segment(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of one segment; columns that it was written without are null."""
+    """The rows of one segment; columns that it was written without are null.
+
+    Raises: FileNotFoundError; Corrupt for what can no longer be read.
+    """
     schema = SEGMENT_SCHEMA if columns is None else pa.schema([SEGMENT_SCHEMA.field(name) for name in columns])
-    with pq.ParquetFile(path) as file:
-        return completed(file.read(columns=schema.names), schema)
+    try:
+        with pq.ParquetFile(path) as file:
+            return completed(file.read(columns=schema.names), schema)
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise Corrupt(f"segment {path.name} of the event log cannot be read ({error}): bring {path} back from a backup") from error
 
 
 class EventLog:

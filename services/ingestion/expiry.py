@@ -45,6 +45,7 @@ class Expiry:
                 gone += self._log.cut(segment, _all if whole else partial(_before, oldest), retired=now_ms)
             except Corrupt as error:
                 logger("ingestion").error("a segment is damaged and is kept beyond its time", error=str(error))
+                continue
             looked_at += segment.num_rows
             if looked_at >= _MOST_ROWS:
                 break

@@ -33,7 +33,7 @@ from semantide.services.ingestion.user_ids import settled
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import JobRecord
-from semantide.shared.errors import BadData, TransientError
+from semantide.shared.errors import BadData, Corrupt, TransientError
 from semantide.shared.executors import executor
 from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs, now_ms
@@ -267,6 +267,11 @@ def forget_users(job: JobContext) -> JobOutcome:
         sweep.files([record.id for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id])
         job.progress(3, 5, "steps", "broker")
         sweep.broker_state(Histories(job.broker, job.settings.history_length, job.settings.history_ttl_seconds))
+        if sweep.damaged:  # the tombstones go on waiting: nobody is forgotten there
+            raise Corrupt(
+                f"segments {', '.join(sorted(sweep.damaged))} of the event log are damaged and may hold users who were forgotten: bring them back from a backup "
+                f"into {manifest.segments}, and run the job again (semantide forget); everything else is swept"
+            )
         found = {**sweep.counts, "removed": sweep.removed, "saw": sweep.saw}
         forgotten.swept(waiting, found, now_ms())
         if names:

@@ -53,16 +53,21 @@ class Sweep:
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
         self.saw: list[str] = []
+        self.damaged: set[str] = set()
 
     def events(self, check: Callable[[], None]) -> None:
-        """Write segments anew without these users, and remove the old files at once."""
+        """Write segments anew without these users, and remove the old files at once. Of those that are ``damaged`` nobody can say whose events they hold."""
         log = EventLog(self._manifest)
+        self.damaged.clear()
         for segment in log.segments():
             check()
-            column = read_segment(segment.path, ("user", "time"))
-            if self._forgotten.refused(column["user"], column["time"]) is None:
-                continue
-            self.counts["events"] += log.cut(segment, self._flags, retired=0)
+            try:
+                segment.check()
+                column = read_segment(segment.path, ("user", "time"))
+                if self._forgotten.refused(column["user"], column["time"]) is not None:
+                    self.counts["events"] += log.cut(segment, self._flags, retired=0)
+            except Corrupt:
+                self.damaged.add(segment.path.name)
         log.sweep(grace_seconds=-1.0)
 
     def _flags(self, table: pa.Table) -> npt.NDArray[np.bool_]:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from semantide.services.serving import explanation, exploration, randomisation
 from semantide.services.serving.bundle import Bundle
@@ -54,6 +55,7 @@ from semantide.shared.room import Room
 from semantide.shared.scores import ScoreAnswer, ScoreRequest
 from semantide.shared.telemetry import continued_trace, logger, stage_spans
 
+_Asked = TypeVar("_Asked", RecommendationRequest, ScoreRequest)
 _DRAW_SECONDS = 3600  # for which one user's draw of new items stays as it is
 
 _services: dict[int, Service] = {}
@@ -103,11 +105,14 @@ def build(room: Room) -> APIRouter:
             service.shown.note(answer)
             return answer
 
+    def known(body: _Asked) -> _Asked:
+        """The request under the ids that this stack keeps."""
+        named = {name: pseudonyms.of_user(who) for name, who in (("user", body.user), ("split_by", body.split_by)) if who is not None} if pseudonyms else {}
+        return body.model_copy(update=named) if named else body
+
     async def answer_to(body: RecommendationRequest, request: Request) -> RecommendationAnswer:
         begin = time.perf_counter()
-        if pseudonyms:
-            named = {name: pseudonyms.of_user(who) for name, who in (("user", body.user), ("split_by", body.split_by)) if who is not None}
-            body = body.model_copy(update=named) if named else body
+        body = known(body)
         if body.cursor is not None:
             return await run_in_threadpool(_next_page, service, body, body.cursor, begin)
         variant: str | None = None
@@ -193,6 +198,7 @@ def build(room: Room) -> APIRouter:
         begin, variant = time.perf_counter(), None
         with continued_trace(request.headers.get("traceparent"), "POST /v1/scores", "serving"):
             try:
+                body = known(body)
                 wish = score_wish_of(body, settings.actions, settings.serving_scored_items)
                 choice = service.choose(body.user if body.user is not None else body.split_by, body.variant)
                 variant = choice.variant

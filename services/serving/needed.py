@@ -57,8 +57,9 @@ def needed(broker: Any, lineage: Lineage, records: Sequence[JobRecord], since: f
         for body in _BODY.findall(text):
             with suppress(ValueError):
                 roots |= references_in(base64.b64decode(body).decode(errors="replace"))
-    # Whoever is trained on a catalog is served with its newest: the way there leads by those in between.
-    ends = {ref for record in records if record.state not in ENDED for ref in references_in(record.spec.model_dump_json())}
+    # Whoever is trained on a catalog is served with its newest: the way there leads by those in between. A job that names a model alone ends with the catalog of that one,
+    # and what one that has just ended made may still be on its way to the registry.
+    ends = lineage.closure(ref for record in late for ref in references_in(record.spec.model_dump_json()))
     for each in Lineages(broker).all() if ends else ():
         way = lineage.chain(each.catalog)
         roots |= set(way[: max((place + 1 for place, ref in enumerate(way) if ref in ends), default=0)])

@@ -32,7 +32,8 @@ def background(room: Room, stop: threading.Event) -> None:
         try:
             looked = account.looked(now := time.time())
             if now - looked >= room.settings.retention_hours * 3600 or looked > now + 3600:  # a clock that was wrong must not stop it for ever
-                jobs.submit(JobSpec(kind="retention"), once=f"retention after {looked!r}")
+                since = int((now - looked) // (room.settings.retention_hours * 3600))  # one that failed or was cancelled is asked for again in the next period
+                jobs.submit(JobSpec(kind="retention"), once=f"retention after {looked!r}, {since}")
         except (RedisError, TransientError) as error:
             logger("serving").warning("retention could not be asked for, it will be", error=str(error))
         if stop.wait(_RETENTION_SECONDS):

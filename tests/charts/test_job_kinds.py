@@ -65,7 +65,7 @@ def test_another_profile_has_its_own_resources_name(render: Render) -> None:
 
 @pytest.mark.parametrize("profile", ["", "nvidia", "ascend"])
 def test_pods_of_every_kind_ask_for_processors_and_memory(render: Render, profile: str) -> None:
-    """A pod that asks for nothing is put beside all others, starts a thread for each core of its node, and is the first to be killed there."""
+    """A pod that asks for nothing is put beside all others, and is the first to be killed there."""
     own = {
         "tokenize": {
             "template": {"resources": {"requests": {"cpu": "2500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}, "env": [{"name": "A", "value": "b"}]}
@@ -88,9 +88,12 @@ def test_pods_of_every_kind_ask_for_processors_and_memory(render: Render, profil
         assert {"cpu", "memory"} <= set(requests), kind
         if kind not in COMPUTED:
             assert "memory" in limits, kind
-        assert int(threads[kind] or 0) >= whole(requests["cpu"], 1000) / 1000 > int(threads[kind] or 0) - 1, kind
+        processors = whole(requests["cpu"], 1000) / 1000
+        # Less than one processor is for being placed: on small nodes too.
+        assert (threads[kind] is None) == (processors < 1) and (processors < 1 or int(threads[kind] or 0) >= processors > int(threads[kind] or 0) - 1), kind
+        assert processors < 1 or kind in own or profile, kind
     assert threads["tokenize"] == "3" and deployment.kinds["import"]["priority"] == 3
-    assert threads["train"] == ("4" if profile else "2"), "a profile's own lie over them"
+    assert threads["train"] == ("4" if profile else None), "a profile's own lie over them"
     own["tokenize"]["template"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "7"}]
     job = NPUJob.parse({"kind": "NPUJob", "metadata": {"name": "j", "uid": "u"}, "spec": {"kind": "tokenize", **own["tokenize"]}})
     (container,) = gang_manifests(job, [PodPlacement(pod="p", node="n")], 1, OperatorSettings(), 0.0)[-1]["spec"]["containers"]

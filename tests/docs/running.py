@@ -64,7 +64,7 @@ SHORTER = (
     (r"oracle --users 1000", "oracle --users 10"),
     (r"(semantide train\b)", r"\1 --set epochs=1"),
     (r"(semantide reward)(?! --weigh)", r"\1 --recipe tiny --set epochs=1"),
-    (r"(semantide align)", r"\1 --set steps=2 --set evaluate_every=2 --set prompts=4 --set group=4 --set beams=2 --set held_out_users=20 --set probes=8"),
+    (r"(semantide align)", r"\1 --set steps=2 --set evaluate_every=2 --set prompts=4 --set group=4 --set beams=2 --set held_out_users=30 --set probes=30"),
     (r"negatives --epochs 5", "negatives --epochs 1"),
 )
 

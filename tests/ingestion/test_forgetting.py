@@ -24,6 +24,7 @@ from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.config import Settings
 from semantide.shared.contracts import Interaction
+from semantide.shared.errors import Corrupt
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
@@ -207,3 +208,25 @@ def test_a_log_of_before_learns_to_forget(tmp_path: Path) -> None:
             manifest.connection.execute(f"DROP TABLE {name}")
     with closing(Manifest(tmp_path)) as manifest:
         assert Forgotten(manifest).tombstones() == []
+
+
+def test_a_damaged_segment_holds_nobody_else_back_and_is_named(room: Room, client: TestClient) -> None:
+    for user in (WHO, OTHER):
+        assert client.post("/v1/interactions", json={"interactions": events(user, 5)}).status_code == 202
+        store(room)
+    with closing(Manifest(room.settings.data_dir / "events")) as manifest:
+        (damaged,) = [segment.path for segment in EventLog(manifest).segments() if WHO in str(read_segment(segment.path)["user"].to_pylist())]
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for user in (WHO, OTHER):
+        assert client.delete(f"/v1/users/{user}").status_code == 202
+    with pytest.raises(Corrupt, match=damaged.name):
+        work(room)
+    with closing(Manifest(room.settings.data_dir / "events")) as manifest:
+        assert len(Forgotten(manifest).tombstones(waiting=True)) == 2, "nobody is told that it is done"
+        assert [segment.path for segment in EventLog(manifest).segments()] == [damaged] == [*damaged.parent.iterdir()], "who is elsewhere is gone"
+    damaged.write_bytes(content)
+    work(room)
+    assert not places(room, WHO) and not places(room, OTHER)
+    with closing(Manifest(room.settings.data_dir / "events")) as manifest:
+        assert Forgotten(manifest).tombstones(waiting=True) == []

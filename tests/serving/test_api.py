@@ -237,6 +237,11 @@ def test_under_pseudonyms_callers_are_answered_by_their_own_ids(world):
         sent = own.recommend(history=["i1", "i2", "i3"], n=5).json()
         assert answer["history_items"] == 3 and [each["item"] for each in answer["items"]] == [each["item"] for each in sent["items"]]
         assert own.recommend(user=pseudonyms.of_user("anna")).json()["history_items"] == 0, "a pseudonym is nobody's id"
+        asked = {"items": ["i4", "i5"]}
+        scores = [own.client.post("/v1/scores", json={**asked, **who}).json() for who in ({"user": "anna"}, {"history": ["i1", "i2", "i3"]})]
+        assert [each["score"] for each in scores[0]["items"]] == pytest.approx([each["score"] for each in scores[1]["items"]], abs=1e-4)
+        assert [each["based_on"] for each in scores] == ["history", "history"]
+        assert own.client.post("/v1/scores", json={**asked, "user": pseudonyms.of_user("anna")}).json()["based_on"] == "unconditional"
         page = own.recommend(user="anna", n=2, depth=6).json()
         assert own.recommend(cursor=page["cursor"]).status_code == 200
         assert not [key for key in world.room.broker.scan_iter("*anna*")]

@@ -181,7 +181,8 @@ def test_everybody_who_names_an_artifact_keeps_it(room: Room) -> None:
     assert registered(RegistryState()) == set()
 
 
-def test_between_a_jobs_catalog_and_its_newest_form_all_stay_while_it_trains(room: Room) -> None:
+@pytest.mark.parametrize("named", ["catalog", "model"])
+def test_between_a_jobs_catalog_and_its_newest_form_all_stay_while_it_trains(room: Room, named: str) -> None:
     chain = [put(room.store, "catalogs", 0, {}, 40)]
     for number in range(1, 6):
         chain.append(put(room.store, "catalogs", number, {"catalog": chain[-1]}, 40 - number))
@@ -190,14 +191,17 @@ def test_between_a_jobs_catalog_and_its_newest_form_all_stay_while_it_trains(roo
     for old, new in pairwise(chain):
         assert lineages.extend(old, new)
     jobs = Jobs(room.broker)
-    record = jobs.submit(JobSpec(kind="train", inputs={"catalog": chain[2]}))
+    # A job that names a model alone takes the catalog of that one.
+    made = {"model": put(room.store, "models", 9, {"catalog": chain[2]}, 40)} if named == "model" else {}
+    record = jobs.submit(JobSpec(kind="train", inputs=made or {"catalog": chain[2]}))
     look(room)
-    # The base is what the lineage itself names.
-    assert whole(room.store) == {chain[0], *chain[2:]}
+    # The base is what the lineage itself names; what the job's catalog was made of stays with it.
+    assert whole(room.store) >= {chain[0], *chain[2:], *made.values()}
     jobs.end(record, "succeeded", outcome=JobOutcome())
     room.broker.hset(Jobs.key(record.id), "finished", json.dumps(1000))
     look(room)
-    assert whole(room.store) == {chain[0], chain[-1]}
+    # Of models the newest ones are kept, with what they were made of.
+    assert whole(room.store) == {chain[0], chain[-1], *made.values(), *([chain[2]] if made else [])}
 
 
 @pytest.mark.parametrize("how", ["named", "stored again"])
@@ -313,7 +317,7 @@ def test_the_job_tells_what_it_removed_and_a_repeated_start_counts_it_once(room:
             run(**wrong)
 
 
-def test_workers_ask_for_one_look_when_its_time_has_come(room: Room) -> None:
+def test_workers_ask_for_one_look_when_its_time_has_come(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     class Once:
         def wait(self, _: float) -> bool:
             return True
@@ -325,13 +329,21 @@ def test_workers_ask_for_one_look_when_its_time_has_come(room: Room) -> None:
     account.add("x", {}, 0, time.time() - 2 * DAY)
     for _ in range(3):
         tasks.background(room, Once())  # type: ignore[arg-type]
-    assert len(jobs.recent(kind="retention")) == 1
+    (asked,) = jobs.recent(kind="retention")
+    # Whoever cancels it, or a store that cannot be reached, puts it off for a period.
+    jobs.cancel(asked.id)
+    now = time.time()
+    for later, wanted in ((0, 1), (DAY, 2), (DAY, 2)):
+        monkeypatch.setattr(tasks.time, "time", lambda later=later: now + later)
+        tasks.background(room, Once())  # type: ignore[arg-type]
+        assert len(jobs.recent(kind="retention")) == wanted
+    monkeypatch.undo()
     room.settings.retention_hours = 0
     tasks.background(room, Once())  # type: ignore[arg-type]
     account.add("y", {}, 0, time.time() + 9 * DAY)
     room.settings.retention_hours = 24
     tasks.background(room, Once())  # type: ignore[arg-type]
-    assert len(jobs.recent(kind="retention")) == 2
+    assert len(jobs.recent(kind="retention")) == 3
 
 
 def test_what_is_needed_is_read_from_every_kind_of_key(room: Room) -> None:

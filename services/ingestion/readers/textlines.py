@@ -114,7 +114,7 @@ def first_line(path: Path, encoding: str = "utf-8") -> str | None:
             return block.lines[0]
         if block.rejections:
             rejection = block.rejections[0]
-            raise BadData(f"{path.name}: row {rejection.row}, field {rejection.field}, value {rejection.value}: {rejection.reason}; {rejection.remedy}")
+            raise BadData(f"{path.name}: row {rejection.row}: {rejection.reason}; {rejection.remedy}")
     return None
 
 
