@@ -52,9 +52,10 @@ def is_up(line: str) -> bool:
     return bool(re.match(r"^(\.venv/bin/)?semantide up( |$)", line))
 
 
-# Pages in the order in which a reader gets what the next one wants: first data and models, then what is done with them.
+# Pages in the order in which a reader gets what the next one wants: first data and models, then what is done with them. Simulated people come first: what a log with
+# chances says is asked of its newest part.
 ORDER = (
-    "docs/data.md", "docs/experiments.md", "README.md", "docs/start.md", "docs/console.md", "docs/pagewise.md", "docs/merger.md", "docs/linear.md", "docs/retriever.md",
+    "docs/experiments.md", "docs/data.md", "README.md", "docs/start.md", "docs/console.md", "docs/pagewise.md", "docs/merger.md", "docs/linear.md", "docs/retriever.md",
     "docs/reward.md", "docs/alignment.md", "docs/serving.md", "docs/latency.md", "docs/runbooks.md",
 )  # fmt: skip
 
