@@ -108,7 +108,9 @@ class Beside:
             return self.done[same]  # for another page; its answer would take as long again
         script = f"set -euo pipefail; [ ! -f .shell ] || . ./.shell; set -a\n{typed}\nset +a; export -p > .shell"
         outcome = subprocess.run(["bash", "-c", script], env=self.environment, cwd=self.folder, capture_output=True, text=True, check=False, timeout=1800)
-        assert outcome.returncode == 0, f"{typed}\nended with {outcome.returncode}\n{outcome.stdout[-3000:]}\n{outcome.stderr[-3000:]}"
+        # With so few people a paired test may well hold a model back, and says so.
+        held_back = "--if-not-worse" in typed and "\nheld back: " in outcome.stdout
+        assert outcome.returncode == 0 or held_back, f"{typed}\nended with {outcome.returncode}\n{outcome.stdout[-3000:]}\n{outcome.stderr[-3000:]}"
         self.done[same] = outcome.stdout
         return outcome.stdout
 
