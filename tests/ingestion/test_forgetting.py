@@ -230,3 +230,16 @@ def test_a_damaged_segment_holds_nobody_else_back_and_is_named(room: Room, clien
     assert not places(room, WHO) and not places(room, OTHER)
     with closing(Manifest(room.settings.data_dir / "events")) as manifest:
         assert Forgotten(manifest).tombstones(waiting=True) == []
+
+
+def test_a_damaged_data_set_keeps_nobody_from_what_is_stored_of_him(room: Room, client: TestClient) -> None:
+    assert client.post("/v1/interactions", json={"interactions": [*events(WHO, 20), *events(OTHER, 20)]}).status_code == 202
+    store(room)
+    made = []
+    for gap in (1800, 3600):
+        client.post("/v1/jobs", json={"kind": "dataset", "config": {"session_gap_seconds": gap}})
+        made.append(work(room)[0].artifacts["dataset"])
+    path = room.store.get(made[0]) / "users.parquet"
+    path.chmod(0o644)
+    path.write_bytes(b"no Parquet any more")
+    assert client.get(f"/v1/users/{WHO}/export").json()["datasets"] == [made[1]]

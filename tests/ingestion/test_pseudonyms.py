@@ -14,6 +14,7 @@ from semantide.services.ingestion.stream import FORGETTING
 from semantide.shared import operations_api
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
+from semantide.shared.errors import BadData
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.pseudonyms import Pseudonyms
@@ -135,3 +136,13 @@ def test_an_import_without_the_key_fails_and_says_so(room: Room, tmp_path: Path)
     room.settings.user_id_key = ""
     with pytest.raises(ValueError, match="SEMANTIDE_USER_ID_KEY is not set"):
         job.run(JobContext(record, room.settings, room.store, room.broker, room.queues))
+
+
+def test_a_file_of_another_encoding_is_refused_without_its_lines(room: Room, tmp_path: Path) -> None:
+    opened(room)
+    log = tmp_path / "log.csv"
+    log.write_bytes(f"{WHO}-müller,i1,1700010000000\n".encode("latin-1"))
+    record = Jobs(room.broker).submit(JobSpec(kind="import", config={"path": str(log)}))
+    with pytest.raises(BadData, match=r"log.csv: row 0: not UTF-8") as refused:
+        job.run(JobContext(record, room.settings, room.store, room.broker, room.queues))
+    assert WHO not in str(refused.value)
