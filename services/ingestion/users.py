@@ -16,7 +16,7 @@ from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, completed
 from semantide.services.ingestion.stream import FORGETTING
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.errors import NotFound
+from semantide.shared.errors import Corrupt, NotFound
 from semantide.shared.history import Histories
 from semantide.shared.jobs import Jobs, now_ms
 from semantide.shared.room import Room
@@ -53,9 +53,9 @@ class Users:
     def datasets(self, user: str) -> Iterator[str]:
         """References of the data sets that hold a user."""
         for ref in self._room.store.list("datasets"):
-            # As a sweep looks: unchecked, and one that nobody can read holds the others back from nobody.
-            with suppress(NotFound, OSError, pa.ArrowException):
-                folder = self._room.store.get(ref, files=())
+            # One that is damaged, or has just been removed, keeps nobody from the others.
+            with suppress(NotFound, Corrupt):
+                folder = self._room.store.get(ref, files=("users.parquet",))
                 if pq.read_table(folder / "users.parquet", columns=["user"], filters=pc.field("user") == user).num_rows:
                     yield ref
 
