@@ -34,7 +34,7 @@ from linear_states import OwnStates, OwnStatesDecoder, own_states_step, replayed
 from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
 
 from semantide.kernels.beam_linear_attention import BeamRecords, beam_linear_attention, materialise
-from semantide.shared.decoding.beam_search import beam_search
+from semantide.shared.decoding.beam_search import Hits, beam_search
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.models import linear_records
 from semantide.shared.models.generator import Generator, GeneratorConfig
@@ -98,9 +98,12 @@ def operator(requests: int, width: int, size: int, depth: int, runs: int, wrong:
 
 
 def replay(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, bases: Tensor, records: BeamRecords, rows: Tensor) -> Tensor:
-    """In the place of our operator, which has the same arguments."""
-    own = slice(int(rows[0, -1]), int(rows[-1, -1]) + 1)
-    fresh = BeamRecords(records.k_NGd[own], records.delta_NHe[own], records.decay_NH1[own])
+    """In the place of our operator, which has the same arguments; what nobody reads again (rows of -1) goes to records that are dropped."""
+    if int(rows[0, -1]) < 0:
+        fresh = BeamRecords.empty(len(q), states, k.shape[1], False)
+    else:
+        own = slice(int(rows[0, -1]), int(rows[-1, -1]) + 1)
+        fresh = BeamRecords(records.k_NGd[own], records.delta_NHe[own], records.decay_NH1[own])
     tokens = tuple(x.contiguous() for x in (q, k, v, g, beta))
     return replayed_step(tokens, states, bases, records, rows[:, :-1].contiguous(), fresh)  # type: ignore[no-any-return]
 
@@ -189,9 +192,17 @@ def whole_model(options: Any, measures: dict[str, dict[str, Any]], wrong: list[s
             measures[f"decode_{weights}_{form}_median"] = measure(statistics.median(ratios[form]), "ratio", "higher", form, **bounds)
 
 
+def same_but_ties(expected: Hits, ours: Hits) -> bool:
+    """Whether two searches found the same items in the same order, where those may change places whose scores lie within two last places of float32."""
+    theirs, found, scores = expected.rows_RW[0].tolist(), ours.rows_RW[0].tolist(), expected.scores_RW[0].tolist()
+    score_of = dict(zip(theirs, scores, strict=True))
+    last_place = torch.finfo(torch.float32).eps
+    return score_of.keys() == set(found) and all(abs(score_of[item] - score) <= 2 * last_place * abs(score) for item, score in zip(found, scores, strict=True))
+
+
 def beams(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -> None:
     """Whether beams are those of states of their own, in order; and how many of them are with shorter records."""
-    same, overlap, cases = 0, {torch.bfloat16: 0.0, torch.float16: 0.0}, 40 if options.quick else 1000
+    same, alike, overlap, cases = 0, 0, {torch.bfloat16: 0.0, torch.float16: 0.0}, 40 if options.quick else 1000
     generator = hybrid(64, 4, 64, (24, 24, 24, 24))
     decoders = {dtype: GeneratorDecoder(generator, dtype) for dtype in (torch.float32, *overlap)}
 
@@ -204,12 +215,16 @@ def beams(options: Any, measures: dict[str, dict[str, Any]], wrong: list[str]) -
         expected = beam_search(reference, trie, *prompt, width)
         ours = beam_search(decoders[torch.float32], trie, *prompt, width)
         same += torch.equal(expected.rows_RW, ours.rows_RW)
+        alike += same_but_ties(expected, ours)
         for dtype in overlap:
             short = beam_search(decoders[dtype], trie, *prompt, width)
             overlap[dtype] += len(np.intersect1d(short.rows_RW.numpy(), expected.rows_RW.numpy())) / expected.rows_RW.numel() / cases
-    if same < cases:
-        wrong.append(f"beams: {cases - same} of {cases} cases differ from those of states of their own")
+    if alike < cases:
+        wrong.append(f"beams: {cases - alike} of {cases} cases differ from those of states of their own")
     measures["beams_same"] = measure(same / cases, "share", "higher", "materialised, float32", at_least=1.0)
+    measures["beams_same_but_for_ties"] = measure(
+        alike / cases, "share", "higher", "materialised, float32; order of scores nearer than float32 tells apart left open", at_least=1.0
+    )
     for dtype, share in overlap.items():
         measures[f"beams_overlap_{str(dtype).split('.')[1]}"] = measure(share, "share", "higher", "materialised, float32", at_least=0.99)
 

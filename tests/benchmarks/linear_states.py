@@ -63,6 +63,7 @@ def replayed_step(tokens: tuple[Tensor, ...], states_MHdd: Tensor, bases_B: Tens
     beams, heads, size = v.shape
     kept = [x for each in (records, fresh) for x in (each.k_NGd, each.delta_NHe, each.decay_NH1)]
     assert size % 64 == 0 and rows_BS.shape[1] < 64 and all(x.is_contiguous() for x in (*tokens, states_MHdd, bases_B, rows_BS, *kept))
+    assert len(fresh) == len(bases_B) == len(rows_BS) == beams
     addresses = [x.data_ptr() for x in (q, k, v, g, beta, states_MHdd)]
     after = [bases_B.data_ptr(), *(x.data_ptr() for x in kept[:3]), rows_BS.data_ptr(), *(x.data_ptr() for x in kept[3:]), out.data_ptr()]
     _library().linear_states_step(_STEP.pack(beams, heads, size, rows_BS.shape[1], *addresses, 0, *after), torch.get_num_threads())
