@@ -31,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from linear_states import OwnStates, OwnStatesDecoder, own_states_step, replayed_step  # type: ignore[import-not-found]
-from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
+from stopwatch import alternate, arguments_parser, clock, finish  # type: ignore[import-not-found]
 
 from semantide.kernels.beam_linear_attention import BeamRecords, beam_linear_attention, materialise
 from semantide.shared.decoding.beam_search import Hits, beam_search
@@ -45,11 +45,6 @@ from semantide.shared.trie import Trie
 
 HEADS = 2
 MOST_BYTES = 1 << 30  # of states of beams' own, twice of which are held
-
-
-def clock() -> Callable[[], float]:
-    """What one thread does, or the time that passes."""
-    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def measure(value: float, unit: str, better: str, baseline: str, **bounds: float) -> dict[str, Any]:

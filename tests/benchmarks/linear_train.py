@@ -4,7 +4,7 @@ Lengths: 256 users of Amazon Beauty, three codes an item; and 32 users at even s
 histories in order of length in 1, 4, 16 and 64 batches, and the fastest of these, found by one run of each, is the baseline. The layer is all of Qwen3-Next's mixer (projections, short
 convolution, gates, norm), with the same weights, beside ours. Prompts are read by a layer's mixer, of linear attention and of softmax with about as many parameters.
 
-With --quick every eighth history.
+With --quick every eighth history. With one thread processor time is measured, so that the machine may do other things beside; with more the time that passes.
 
     python tests/benchmarks/linear_train.py [--quick] [--json] [--threads 1] [--parts beauty kuairand_over_20 prompts] [--data ../shared/data]
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from jagged_attention import beauty_lengths, differences, entry, kuairand_lengths, step  # type: ignore[import-not-found]
-from stopwatch import alternate, arguments_parser, finish  # type: ignore[import-not-found]
+from stopwatch import alternate, arguments_parser, clock, finish  # type: ignore[import-not-found]
 
 from semantide.kernels.attention import jagged_attention
 from semantide.kernels.linear_attention import Rule, linear_attention, linear_attention_by_chunks
@@ -139,7 +139,7 @@ def prompt_rows(options: Any, measures: dict[str, dict[str, Any]], wrong: list[s
             return linear.output(x_TD, linear.read(x_TD, offsets)[0])
 
         runs = 1 if length > 8192 else 3
-        seconds[length] = alternate({"softmax": attended, "linear": read}, runs)
+        seconds[length] = alternate({"softmax": attended, "linear": read}, runs, clock=clock())
         told = f"softmax: {seconds[length]['softmax'] * 1e3:.1f} ms, {seconds[length]['linear'] * 1e3:.1f} here"
         measures[f"prompt_speedup_{length}"] = entry(seconds[length]["softmax"] / seconds[length]["linear"], "ratio", "higher", told, runs, {"at_least": 1})
     growth = seconds[lengths[-1]]["linear"] / seconds[lengths[0]]["linear"] / (lengths[-1] / lengths[0])
@@ -164,9 +164,9 @@ def run(
         if (apart := differences(answer, steps[other]())) > 2e-4:
             wrong.append(f"{name}: {apart:.1e} away from {other}")
     # How many batches are best for the baseline is found first; only the best is then measured often.
-    once = alternate(steps, 1)
+    once = alternate(steps, 1, clock=clock())
     fastest = min((key for key in functions if key.startswith("padded")), key=once.__getitem__)
-    seconds = alternate({key: steps[key] for key in ("ours", fastest)}, runs)
+    seconds = alternate({key: steps[key] for key in ("ours", fastest)}, runs, clock=clock())
     told = f"transformers, {fastest.removeprefix('padded_')} padded batches: {seconds[fastest] * 1e3:.1f} ms; {seconds['ours'] * 1e3:.1f} here"
     if "chunks" in once:
         told += f", {once['chunks'] * 1e3:.1f} our torch form"

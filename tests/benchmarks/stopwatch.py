@@ -36,6 +36,11 @@ def arguments(description: str, data: bool = False) -> argparse.Namespace:
     return options
 
 
+def clock() -> Callable[[], float]:
+    """What one thread does, or the time that passes."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def alternate(
     functions: dict[str, Callable[[], object]], runs: int, least_seconds: float = 0.005, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
