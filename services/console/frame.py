@@ -12,6 +12,12 @@ from nicegui import ui
 from semantide.services.console.answers import Refused, Stack, barred
 
 _ANSWER_SECONDS = 20.0
+# What the system says, only the browser knows. The choice is kept before it is seen: whoever goes on at once takes it along.
+_TOGGLE = """(() => {
+const dark = !document.body.classList.contains('body--dark');
+document.cookie = `semantide_look=${dark ? 'dark' : 'light'}; path=/console; max-age=31536000; samesite=lax`;
+return dark;
+})()"""
 
 PAGES = (("/", "Overview"), ("/try", "Try it"), ("/catalog", "Catalog"), ("/jobs", "Jobs"), ("/models", "Models"), ("/cluster", "Cluster"))
 
@@ -76,10 +82,7 @@ def frame(title: str, here: str, dark: str, who: str) -> Iterator[None]:
     mode = ui.dark_mode(True if dark == "dark" else False if dark == "light" else None)
 
     async def toggle() -> None:
-        # What the system says, only the browser knows.
-        mode.value = not await ui.run_javascript("document.body.classList.contains('body--dark')", timeout=_ANSWER_SECONDS)
-        word = "dark" if mode.value else "light"
-        ui.run_javascript(f"document.cookie='semantide_look={word}; path=/console; max-age=31536000; samesite=lax'")
+        mode.value = await ui.run_javascript(_TOGGLE, timeout=_ANSWER_SECONDS)
 
     ui.html('<a class="skip" href="#content">Skip to the content</a>', sanitize=False)
     with ui.element("header").classes("top"):
