@@ -88,7 +88,9 @@ def report(events: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, flo
         drawn = float((places["propensity"] < 1).mean() or 0.0) if places.height else 0.0  # type: ignore[arg-type]
         share = float(mine["share"][-1])
         figures.append(VariantFigures(name, mine["user"].n_unique(), mine.height, exposures, drawn, share, rewards))
-    return Report(base, requests["user"].n_unique(), requests.height, figures, _warnings(figures, requests, chosen, impossible) + _ambiguous(torn.height, shared))
+    return Report(
+        base, requests["user"].n_unique(), requests.height, figures, _warnings(figures, requests, chosen, impossible) + _ambiguous(torn.height, shared)
+    )
 
 
 def _requests(rows: pl.DataFrame, actions: Mapping[str, float]) -> pl.DataFrame:
