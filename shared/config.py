@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, StringConstraints
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
 
 class Settings(BaseSettings):
     """Where things are and how much is allowed. Each field's description has its unit."""
@@ -55,7 +57,7 @@ class Settings(BaseSettings):
     """Most interactions or items in one request, rows."""
     max_backlog_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
     """Accepted rows that may wait in the broker for the event log before new ones are answered 503, bytes."""
-    actions: dict[str, float] = Field(
+    actions: dict[str, Finite] = Field(
         default={
             "exposure": 0.0,
             "click": 1.0,
@@ -91,7 +93,7 @@ class Settings(BaseSettings):
     """Most recent interactions kept online per user, events."""
     history_ttl_seconds: int = Field(default=90 * 86400, ge=60)
     """How long an idle user's online history is kept, seconds."""
-    item_changes_seconds: float = Field(default=10.0, ge=0)
+    item_changes_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Least time between two tellings of changed items under steady change, each of which makes new catalogs; the first change after a rest is told at once, seconds."""
     data_executor: Literal["local", "ray"] = "local"
     """Where data sets are made, items' texts and pairs read for a catalog, and whole epochs of negatives drawn: in the job's own process, or on a Ray cluster (needs the ``[ray]`` extra there and here, and one ``data_dir`` for all)."""
@@ -109,17 +111,17 @@ class Settings(BaseSettings):
     """Jobs that one worker runs at the same time."""
     job_attempts: int = Field(default=5, ge=1)
     """Times a job is started before a crash of its process counts as failure."""
-    job_stop_seconds: float = Field(default=20.0, gt=0)
+    job_stop_seconds: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     """How long a job's processes may take for a last checkpoint when they are asked to stop, seconds. Pods of NPUJobs are told what their period of grace leaves."""
     training_processes: int = Field(default=0, ge=0)
     """Processes that train one model together, unless the job says otherwise. 0: one per accelerator of this machine, a single one where there is none."""
-    training_timeout_seconds: float = Field(default=600.0, gt=0)
+    training_timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """How long a process waits for the others of the same job before all start again from the last checkpoint, seconds."""
-    reward_preference: dict[str, float] = {}
+    reward_preference: dict[str, Finite] = {}
     """Weight of each feedback signal in the preference of reward models trained from now on; negative for dislike. Empty: the intensities of ``actions``. JSON."""
-    reward_wait_seconds: float = Field(default=30.0, ge=0)
+    reward_wait_seconds: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """How long an alignment run waits for scores that it asked the reward room for, before it computes them itself, seconds. 0: it never asks."""
-    negatives_wait_seconds: float = Field(default=30.0, ge=0)
+    negatives_wait_seconds: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """How long a training run waits for negatives that it asked the negatives room for, before it draws them itself, seconds an epoch."""
     serving_batch: int = Field(default=32, ge=1)
     """Most recommendation requests answered together, requests."""
@@ -137,9 +139,9 @@ class Settings(BaseSettings):
     """States of layers of linear attention that are kept of a user's last prompt: at its end, before its last item, its last two, four and so on. From the last one within what a new prompt has in common it is read on."""
     serving_queue: int = Field(default=2048, ge=1)
     """Most recommendation requests that wait; beyond it the answer is 429, requests."""
-    serving_deadline_seconds: float = Field(default=10.0, gt=0)
+    serving_deadline_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """How long a recommendation request may take before it is given up, seconds."""
-    serving_narrowing_seconds: float = Field(default=0.2, ge=0)
+    serving_narrowing_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     """Expected wait from which on searches use fewer beams, stepwise down to a quarter and never below n; the answers say so. 0: never, seconds."""
     serving_kv_bytes: int = Field(default=1024**3, ge=1024**2)
     """Most memory for keys and values of running recommendation requests; others wait, bytes."""
@@ -175,7 +177,7 @@ class Settings(BaseSettings):
     """Variant of the split that this serving process serves to everybody. Empty: the live model and its variants."""
     route_to: str = ""
     """Serving replicas that `semantide route` forwards to, separated by commas, as in http://semantide-serving:8000; each address that a name has is a replica."""
-    route_patience_seconds: float = Field(default=10.0, ge=0)
+    route_patience_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """How long the router keeps a request for which no replica is ready, seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port on which a process shows its metrics without a key; ``semantide up`` gives its workers this one and the next. 0: none."""

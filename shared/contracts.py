@@ -25,6 +25,22 @@ JOB_ROOMS: dict[str, str] = {
     "retention": "serving",
 }
 
+_MODELS = ("models", "snapshots")
+_DATA = {"dataset": ("datasets",), "catalog": ("catalogs",)}
+JOB_INPUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "import": {},
+    "dataset": {},
+    "forget": {},
+    "tokenize": {**_DATA, "items": ("items",), "vectors": ()},
+    "negatives": {**_DATA, "model": _MODELS, "beams": ("beams",)},
+    "train": {**_DATA, "beams": ("beams",)},
+    "evaluate": {**_DATA, "model": _MODELS, "baseline": _MODELS, "retriever": _MODELS, "live": _MODELS, "live_catalog": ("catalogs",)},
+    "align": {**_DATA, "model": ("models",), "reward": ("rewards",), "judge": ("rewards",)},
+    "reward": {"dataset": ("datasets",), "reward": ("rewards",), "retriever": _MODELS},
+    "retention": {},
+}
+"""The inputs that each kind of job knows, and the kinds of artifacts that each may be; an empty tuple: any."""
+
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
 ArtifactRef = Annotated[str, StringConstraints(pattern=r"^[a-z]+/sha256-[0-9a-f]{64}$")]
 
@@ -112,6 +128,16 @@ class JobSpec(Contract):
     def room(self) -> str:
         """The room whose workers run this kind of job."""
         return JOB_ROOMS[self.kind]
+
+    def wrong_inputs(self) -> str:
+        """What is wrong with the names of the inputs, or with the kinds of artifacts that they are; empty where nothing is."""
+        known = JOB_INPUTS[self.kind]
+        for name, ref in self.inputs.items():
+            if name not in known:
+                return f"input {name!r} is unknown to a job of kind {self.kind}: it knows {', '.join(known) or 'none'}"
+            if known[name] and ref.partition("/")[0] not in known[name]:
+                return f"input {name} is {ref[:26]}...: name an artifact of {' or '.join(known[name])}"
+        return ""
 
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]

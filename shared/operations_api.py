@@ -9,7 +9,7 @@ import httpx
 
 from semantide.shared.audit import AuditEntry, AuditLog
 from semantide.shared.contracts import JobRecord, JobSpec
-from semantide.shared.errors import TransientError
+from semantide.shared.errors import BadData, TransientError
 from semantide.shared.http import APIRouter, IdempotencyKey, Query, Response
 from semantide.shared.job_ending import report_of
 from semantide.shared.jobs import Jobs, end_of_file
@@ -27,6 +27,8 @@ def build(room: Room) -> APIRouter:
 
     @router.post("/jobs", status_code=202, tags=["jobs"], summary="Submit a piece of long work")
     def submit(spec: JobSpec, once: IdempotencyKey = None) -> JobRecord:
+        if wrong := spec.wrong_inputs():
+            raise BadData(wrong)
         for ref in spec.inputs.values():
             room.store.manifest(ref)
         return jobs.submit(spec, once)

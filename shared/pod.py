@@ -187,6 +187,8 @@ def adopted(job_id: str, environment: Mapping[str, str], jobs: FollowedJobs) -> 
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise BadData(f"NPUJob {job_id}: parameters.{where}: {first['msg']} (got {str(first['input'])[:80]!r}): give recipe, config, inputs, seed") from error
+    if wrong := spec.wrong_inputs():
+        raise BadData(f"NPUJob {job_id}: {wrong}")
     return jobs.adopt(job_id, spec)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import polars as pl
 import pyarrow.compute as pc
@@ -26,17 +26,21 @@ _SCHEMA = pl.Schema(
 
 
 def read_experiment(segments: Sequence[Segment], since: int, until: int, before_ms: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rows of variants from ``since`` to before ``until``, and (user, action) of these people's events in the ``before_ms`` before the first request of each.
+    """Rows of the requests that variants answered from ``since`` to before ``until``, and (user, action) of these people's events in the ``before_ms`` before the first request of each.
+
+    A request's moment is that of its first row. What comes back so late that nobody kept its list any more names no variant: it has that of the other rows of its request. Of requests from before
+    ``since`` (by up to ``before_ms``) no row counts, for those that nothing came back of since then are not seen.
 
     Units: milliseconds since 1970.
     """
-    rows = []
-    for segment in segments:
-        if segment.last_time >= since and segment.first_time < until:
-            table = read_segment(segment.path, COLUMNS)
-            within = pc.and_(pc.greater_equal(table["time"], since), pc.less(table["time"], until))
-            rows.append(table.filter(pc.and_(within, pc.and_(table["variant"].is_valid(), table["request_id"].is_valid()))))
-    events = pl.concat([_frame(table) for table in rows]) if rows else pl.DataFrame(schema=_SCHEMA)
+    answered = _answered(segments, since, until)
+    for table in _within(segments, ("request_id", "time"), since - before_ms, since):
+        answered = answered.join(table, on="request_id", how="anti")
+    tables = [pl.DataFrame(schema=_SCHEMA), *_within(segments, COLUMNS, since, until)]
+    events = pl.concat([table.join(answered, on="request_id", maintain_order="left") for table in tables])
+    unsaid = pl.col("variant").is_null()
+    share = pl.when(unsaid).then(pl.coalesce("variant_share", "list_share")).otherwise("variant_share")
+    events = events.with_columns(variant=pl.coalesce("variant", "list_variant"), variant_share=share).select(COLUMNS)
     firsts = events.group_by("user").agg(pl.col("time").min().alias("first"))
     earlier = [pl.DataFrame(schema={"user": pl.String(), "action": pl.String})]
     if firsts.height:
@@ -46,6 +50,25 @@ def read_experiment(segments: Sequence[Segment], since: int, until: int, before_
                 found = _frame(read_segment(segment.path, ("user", "time", "action"))).join(firsts, on="user")
                 earlier.append(found.filter((pl.col("time") < pl.col("first")) & (pl.col("time") >= pl.col("first") - before_ms)).select("user", "action"))
     return events, pl.concat(earlier)
+
+
+def _answered(segments: Sequence[Segment], since: int, until: int) -> pl.DataFrame:
+    """The requests of a stretch of time that a variant answered, with what their rows say of it (``list_variant``, ``list_share``)."""
+    said = [
+        table.filter(pl.col("variant").is_not_null()).select("request_id", list_variant="variant", list_share="variant_share").unique()
+        for table in _within(segments, ("request_id", "time", "variant", "variant_share"), since, until)
+    ]
+    empty = pl.DataFrame(schema={"request_id": pl.String(), "list_variant": pl.String(), "list_share": pl.Float64()})
+    return pl.concat([empty, *said]).sort("list_variant", "list_share", nulls_last=True).unique("request_id", keep="first", maintain_order=True)
+
+
+def _within(segments: Sequence[Segment], columns: Sequence[str], since: int, until: int) -> Iterator[pl.DataFrame]:
+    """Rows from ``since`` to before ``until`` that name a request, segment by segment."""
+    for segment in segments:
+        if segment.last_time >= since and segment.first_time < until:
+            table = read_segment(segment.path, columns)
+            within = pc.and_(pc.greater_equal(table["time"], since), pc.less(table["time"], until))
+            yield _frame(table.filter(pc.and_(within, table["request_id"].is_valid())))
 
 
 def _frame(table: object) -> pl.DataFrame:

@@ -60,7 +60,12 @@ def report(events: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, flo
 
     Raises: ValueError for a base that answered nobody.
     """
-    known = events.filter(pl.col("request_id").is_not_null() & pl.col("variant").is_not_null())
+    named = events.filter(pl.col("request_id").is_not_null() & pl.col("variant").is_not_null())
+    # An answer is one variant's: what is said to be of several cannot be counted for any.
+    said = named.group_by("request_id").agg(pl.col("variant").n_unique().alias("variants"), pl.col("user").n_unique().alias("users"))
+    torn = said.filter(pl.col("variants") > 1).select("request_id")
+    known = named.join(torn, on="request_id", how="anti", maintain_order="left")
+    shared = known.select("request_id").unique().join(said.filter(pl.col("users") > 1), on="request_id", how="semi").height
     chosen = known.filter(pl.col("variant_share").is_null())["request_id"].n_unique()
     told = known.filter(pl.col("variant_share").is_not_null())
     # Who answered had a share above 0; whatever says otherwise would weigh infinitely.
@@ -83,7 +88,9 @@ def report(events: pl.DataFrame, before: pl.DataFrame, actions: Mapping[str, flo
         drawn = float((places["propensity"] < 1).mean() or 0.0) if places.height else 0.0  # type: ignore[arg-type]
         share = float(mine["share"][-1])
         figures.append(VariantFigures(name, mine["user"].n_unique(), mine.height, exposures, drawn, share, rewards))
-    return Report(base, requests["user"].n_unique(), requests.height, figures, _warnings(figures, requests, chosen, impossible))
+    return Report(
+        base, requests["user"].n_unique(), requests.height, figures, _warnings(figures, requests, chosen, impossible) + _ambiguous(torn.height, shared)
+    )
 
 
 def _requests(rows: pl.DataFrame, actions: Mapping[str, float]) -> pl.DataFrame:
@@ -152,6 +159,18 @@ def _shown(found: _Estimates, base: _Estimates | None) -> dict[str, Any]:
             against = lift(estimate, getattr(base, name))
             shown[name]["lift"] = {**against.as_dict(), "beyond_noise": against.beyond_noise}
     return shown
+
+
+def _ambiguous(torn: int, shared: int) -> list[str]:
+    """What is wrong with request ids that stand for more than one answer."""
+    warnings = []
+    if torn:
+        warnings.append(f"{torn} request ids are said to be of several variants, and count for none: give each answer an id of its own")
+    if shared:
+        warnings.append(
+            f"{shared} request ids are named by several users, and count as one request each, of one of them: give each answer an id of its own, and each person one name"
+        )
+    return warnings
 
 
 def _warnings(figures: Sequence[VariantFigures], requests: pl.DataFrame, chosen: int, impossible: int) -> list[str]:

@@ -53,7 +53,8 @@ class Signals:
         """
         if not len(starts):
             return numbers[:0]
-        strength = np.asarray([1000 - intensity if dislike_first and intensity < 0 else intensity for intensity in self.intensities])
+        above = max((0.0, *self.intensities))
+        strength = np.asarray([above - intensity if dislike_first and intensity < 0 else intensity for intensity in self.intensities])
         by_force = np.argsort(strength, kind="stable").astype(np.int16)
         force = np.empty_like(by_force)
         force[by_force] = np.arange(len(by_force), dtype=np.int16)

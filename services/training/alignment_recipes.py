@@ -112,6 +112,8 @@ class AlignConfig:
         for name, choices in (("baseline", ("group", "prefix")), ("spread", ("group", "none")), ("weighing", ("equal", "policy"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
+        if self.held_out_users == 1:
+            raise ValueError("held_out_users is 1: of one user nothing is beyond noise; give at least 2, or 0 for all")
         if self.group < 2:
             raise ValueError(f"group is {self.group}: a rollout is compared with others of its group, give at least 2")
         if self.dropout and (self.staleness or self.updates > 1):

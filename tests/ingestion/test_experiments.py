@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from semantide.services.ingestion import api
+from semantide.services.ingestion.eventlog import EventLog
 from semantide.services.ingestion.experimentlog import read_experiment
 from semantide.services.ingestion.experiments import COLUMNS, report
 from semantide.services.ingestion.manifest import Manifest
@@ -23,6 +25,8 @@ from semantide.shared.shown_lists import ShownList, ShownLists
 
 ACTIONS = {"exposure": 0.0, "click": 1.0, "order": 3.0, "hate": -1.0}
 NOW = int(time.time() * 1000)
+DAY = 86_400_000
+PAST = pl.DataFrame(schema={"user": pl.String(), "action": pl.String()})
 
 
 def world(seed: int, users: int, rates: dict[str, float], ramp: tuple[float, float] = (0.5, 0.5)) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -164,24 +168,73 @@ def test_feedback_comes_back_by_request_id_and_is_reported(make_room: Any, broke
 
 
 def test_what_people_did_before_their_first_request_is_told_apart(tmp_path: Any) -> None:
-    from semantide.services.ingestion.eventlog import EventLog
-
-    tmp_path.mkdir(exist_ok=True)
     manifest = Manifest(tmp_path)
-    day = 86_400_000
     rows = [
-        Interaction(user="u", item="a", time=NOW - 40 * day),
-        Interaction(user="u", item="a", time=NOW - 5 * day),
-        Interaction(user="u", item="a", time=NOW - day, request_id="r", variant="live", variant_share=1.0),
-        Interaction(user="u", item="a", time=NOW - day // 2),
-        Interaction(user="other", item="a", time=NOW - 5 * day),
+        Interaction(user="u", item="a", time=NOW - 40 * DAY),
+        Interaction(user="u", item="a", time=NOW - 5 * DAY),
+        Interaction(user="u", item="a", time=NOW - DAY, request_id="r", variant="live", variant_share=1.0),
+        Interaction(user="u", item="a", time=NOW - DAY // 2),
+        Interaction(user="other", item="a", time=NOW - 5 * DAY),
     ]
     log = EventLog(manifest)
     with manifest.writing():
         log.append(interaction_table(rows))
-    events, before = read_experiment(log.segments(), NOW - 14 * day, NOW, 28 * day)
+    events, before = read_experiment(log.segments(), NOW - 14 * DAY, NOW, 28 * DAY)
     assert events.height == 1 and before.rows() == [("u", "click")]
     manifest.close()
+
+
+def _read(folder: Any, rows: Sequence[Interaction], since: int) -> pl.DataFrame:
+    """The rows of variants that a log of these interactions has from a moment until now, each row in a segment of its own."""
+    manifest = Manifest(folder)
+    log = EventLog(manifest)
+    for row in rows:
+        with manifest.writing():
+            log.append(interaction_table([row]))
+    events, _ = read_experiment(log.segments(), since, NOW, 28 * DAY)
+    manifest.close()
+    return events
+
+
+@pytest.mark.parametrize("late_first", [False, True])
+def test_what_comes_back_after_its_list_has_gone_counts_for_the_variant_of_its_request(tmp_path: Any, late_first: bool) -> None:
+    rows = []
+    for user in range(8):
+        said: dict[str, Any] = {"user": f"u{user}", "item": "a", "request_id": f"r{user}"}
+        rows.append(Interaction(**said, time=NOW - 5 * DAY, action="exposure", variant="live" if user % 2 else "challenger", variant_share=0.5))
+        rows += [Interaction(**said, time=NOW - 2 * DAY, action="order")] * (user < 2)
+    rows.append(Interaction(user="v", item="a", time=NOW - 2 * DAY, action="order", request_id="outside"))
+    rows += [
+        Interaction(user="w", item="a", time=NOW - 2 * DAY, action="exposure", request_id="named", variant="challenger"),
+        Interaction(user="w", item="a", time=NOW - DAY, action="order", request_id="named"),
+    ]
+    events = _read(tmp_path, rows[::-1] if late_first else rows, NOW - 14 * DAY)
+    found = report(events, PAST, ACTIONS)
+    assert [(one.name, one.requests, one.rewards["orders"]["mean"]["value"]) for one in found.variants] == [("live", 4, 0.25), ("challenger", 4, 0.25)]
+    assert [warning for warning in found.warnings if warning.startswith("1 requests named their variant")]
+
+
+def test_answers_to_what_was_shown_before_the_time_looked_at_are_no_requests_of_it(tmp_path: Any) -> None:
+    rows = []
+    for user in range(10):
+        said: dict[str, Any] = {"user": f"u{user}", "item": "a", "request_id": f"r{user}", "variant": "live", "variant_share": 1.0}
+        rows.append(Interaction(**said, time=NOW - (8 - user % 2 * 4) * DAY, action="exposure"))
+        rows += [Interaction(**said, time=NOW - 3 * DAY, action="order")] * (user in (0, 1, 2))
+    found = report(_read(tmp_path, rows, NOW - 7 * DAY), PAST, ACTIONS)
+    assert [(one.requests, one.rewards["orders"]["mean"]["value"]) for one in found.variants] == [(5, 0.2)]
+
+
+def test_request_ids_of_several_answers_are_told() -> None:
+    events, past = world(3, 50, {"live": 1.0, "challenger": 1.2})
+    clean = report(events, past, ACTIONS)
+    rows = [(f"z{user}", "a", 1, "click", None, "torn", 1.0, variant, 0.5) for user, variant in enumerate(("live", "challenger"))]
+    torn = report(pl.concat([events, pl.DataFrame(rows, schema=events.schema, orient="row")]), past, ACTIONS)
+    assert torn.variants == clean.variants and torn.requests == clean.requests
+    assert [warning for warning in torn.warnings if warning.startswith("1 request ids are said to be of several variants")]
+    again = events.with_columns(request_id=pl.when(pl.col("user").is_in(["u1", "u2"])).then(pl.lit("again")).otherwise("request_id"))
+    again = again.with_columns(variant=pl.when(pl.col("request_id") == "again").then(pl.lit("live")).otherwise("variant"))
+    assert [warning for warning in report(again, past, ACTIONS).warnings if warning.startswith("1 request ids are named by several users")]
+    assert not [warning for warning in clean.warnings if "request ids" in warning]
 
 
 def test_lists_are_kept_within_their_bytes_and_foreign_ones_are_none(broker: Any) -> None:

@@ -64,6 +64,15 @@ def test_sets_of_actions_keep_them_all_but_what_only_says_that_something_was_sho
         Signals.of({f"a{number}": 1.0 for number in range(MOST_ACTIONS + 1)})
 
 
+@pytest.mark.parametrize("most", [1.0, 3.0, 999.5, 1001.0, 1e9])
+def test_a_dislike_outweighs_whatever_else_was_done_however_intense(most: float) -> None:
+    signals = Signals.of({"exposure": 0.0, "order": most, "hate": -0.5, "block": -2.0})
+    done = signals.numbers(pa.chunked_array([pa.array(["exposure", "order", "hate", "order", "order", "hate", "block"])]))
+    starts = np.array([0, 3, 4])
+    assert signals.words(signals.strongest(done, starts, dislike_first=True)).to_pylist() == ["hate", "order", "block"]
+    assert signals.words(signals.strongest(done, starts)).to_pylist() == ["order", "order", "order"]
+
+
 def test_what_an_earlier_version_wrote_is_read_with_nulls(tmp_path: Path) -> None:
     old = SEGMENT_SCHEMA.empty_table().select(["user", "item", "time", "action", "page", "value", "event_id", "event"])
     row = {"user": "a", "item": "b", "time": 5, "action": "click", "page": None, "value": None, "event_id": None, "event": b"x" * 16}

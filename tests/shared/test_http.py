@@ -18,7 +18,7 @@ from semantide.shared.api_keys import ApiKey, api_keys, local_key
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect, free_port
 from semantide.shared.config import Settings
-from semantide.shared.contracts import JobSpec
+from semantide.shared.contracts import JOB_INPUTS, JOB_ROOMS, JobSpec
 from semantide.shared.errors import BadData, Conflict, NotFound, PermanentError, TransientError
 from semantide.shared.http import APIRouter, build_app
 from semantide.shared.jobs import Jobs
@@ -105,6 +105,22 @@ def test_a_job_with_an_unknown_input_is_refused(client: TestClient) -> None:
     spec = JobSpec(kind="train", inputs={"dataset": "datasets/sha256-" + "0" * 64})
     answer = client.post("/v1/jobs", json=spec.model_dump(mode="json"))
     assert answer.status_code == 404
+    assert client.get("/v1/jobs").json() == []
+
+
+def test_inputs_of_a_job_are_those_that_its_kind_knows(client: TestClient) -> None:
+    """A name that nobody reads would be passed over in silence, and an artifact of another kind fails far from here."""
+    every = {kind for inputs in JOB_INPUTS.values() for kinds in inputs.values() for kind in kinds}
+    assert set(JOB_INPUTS) == set(JOB_ROOMS)
+    for kind, known in JOB_INPUTS.items():
+        wrong = {"jduge": f"rewards/sha256-{'0' * 64}"}
+        answer = client.post("/v1/jobs", json={"kind": kind, "inputs": wrong})
+        assert answer.status_code == 422 and "'jduge' is unknown" in answer.json()["error"]["message"], kind
+        for name, kinds in known.items():
+            for other in {*every, "evaluations"} if kinds else ():
+                answer = client.post("/v1/jobs", json={"kind": kind, "inputs": {name: f"{other}/sha256-{'0' * 64}"}})
+                assert answer.status_code == (404 if other in kinds else 422), (kind, name, other)
+                assert other in kinds or f"name an artifact of {kinds[0]}" in answer.json()["error"]["message"]
     assert client.get("/v1/jobs").json() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -15,6 +16,8 @@ import pytest
 from semantide.shared import pod
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
+from semantide.shared.errors import BadData
+from semantide.shared.followed_jobs import FollowedJobs
 from semantide.shared.jobs import AGAIN, JobContext, Jobs
 from semantide.shared.pod import Children, Place
 
@@ -88,3 +91,18 @@ def test_ranks_hear_of_a_table_only_where_there_is_one(tmp_path: Path, told: dic
     environment = place.found(lambda: False).environment(3)
     assert environment["MASTER_ADDR"] == told.get("MASTER_ADDR", "10.0.0.7") and environment["RANK"] == "3"
     assert environment.get("RANK_TABLE_FILE") == (str(table) if written else None)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"recipe": 5}, "parameters.recipe"),
+        ({"inputs": {"jduge": "rewards/sha256-" + "0" * 64}}, "input 'jduge' is unknown to a job of kind align"),
+        ({"inputs": {"model": "rewards/sha256-" + "0" * 64}}, "name an artifact of models"),
+    ],
+)
+def test_an_npujob_that_is_no_job_is_refused_with_what_is_wrong(broker: Any, parameters: dict[str, Any], said: str) -> None:
+    jobs = FollowedJobs(broker)
+    with pytest.raises(BadData, match=said):
+        pod.adopted("by-hand", {"SEMANTIDE_GANG_JOB": json.dumps({"kind": "align", "parameters": parameters})}, jobs)
+    assert not jobs.recent()

@@ -190,6 +190,7 @@ def test_recipes_and_their_numbers() -> None:
         ({"baseline": "x"}, "baseline"),
         ({"weighing": "x"}, "weighing is 'x': give one of equal, policy"),
         ({"probes": 1}, "probes is 1: give a number from 2"),
+        ({"held_out_users": 1}, "held_out_users is 1: of one user"),
         ({"nosuch": 1}, "unknown"),
     ):
         with pytest.raises(ValueError, match=said):
