@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import io
+import base64
 import shutil
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).resolve().parent
@@ -52,8 +51,12 @@ def main() -> None:
             page.wait_for_function("window.socket && window.socket.connected")
             prepare(page, name, options.history)
             page.wait_for_timeout(1500)
-            picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
-            picture.crop((0, 0, picture.width, min(picture.height, _HEIGHT))).save(FOLDER / f"{name}.webp", quality=80, method=6)
+            height = min(page.evaluate("document.documentElement.scrollHeight"), _HEIGHT)
+            clip = {"x": 0, "y": 0, "width": _WIDTH, "height": height, "scale": 1}
+            taken = page.context.new_cdp_session(page).send(
+                "Page.captureScreenshot", {"format": "webp", "quality": 80, "clip": clip, "captureBeyondViewport": True}
+            )
+            (FOLDER / f"{name}.webp").write_bytes(base64.b64decode(taken["data"]))
         browser.close()
 
 
