@@ -42,8 +42,8 @@ def evaluations(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "job": job["id"],
             "finished": job["finished"],
             "part": job["result"].get("part", ""),
-            "ref": job["spec"]["inputs"].get("model") if row["model"] != "popularity" else None,
             **row,
+            "ref": row.get("ref"),
         }
         for job in jobs
         for row in job["result"].get("rows", [])

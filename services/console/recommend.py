@@ -51,14 +51,14 @@ def path_picture(codes: Sequence[int], log_probabilities: Sequence[float]) -> st
     for level, code in enumerate(codes):
         known_share = level < len(log_probabilities)
         probability = exp(log_probabilities[level]) if known_share else 0.0
-        x, colour = level * 74, COLOURS[level % len(COLOURS)]
-        bar = f'<rect x="{x}" y="25" width="{64 * probability:.1f}" height="5" fill="{colour}"/>' if known_share else ""
+        x, colour = level * 86, COLOURS[level % len(COLOURS)]
+        bar = f'<rect x="{x}" y="25" width="{76 * probability:.1f}" height="5" fill="{colour}"/>' if known_share else ""
         said = f"{100 * probability:.1f} %" if known_share else ""
         parts.append(
-            f'<text x="{x}" y="18" font-size="14" font-weight="600">{code}</text><text x="{x + 64}" y="18" font-size="11" text-anchor="end" style="fill:var(--soft)">{said}</text>'
-            f'<rect x="{x}" y="25" width="64" height="5" fill="var(--line)"/>{bar}'
+            f'<text x="{x}" y="18" font-size="14" font-weight="600">{code}</text><text x="{x + 76}" y="18" font-size="11" text-anchor="end" style="fill:var(--soft)">{said}</text>'
+            f'<rect x="{x}" y="25" width="76" height="5" fill="var(--line)"/>{bar}'
         )
-    width = max(74 * len(codes), 1)
+    width = max(86 * len(codes), 1)
     label = " then ".join(str(code) for code in codes)
     return f'<svg viewBox="0 0 {width} 32" style="width:{width}px;max-width:none" role="img" aria-label="{escape(f"codes {label}")}">{"".join(parts)}</svg>'
 

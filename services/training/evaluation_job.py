@@ -70,20 +70,24 @@ def evaluate_models(job: JobContext) -> JobOutcome:
             }
         except Conflict as error:
             return _judged(job, config, table, Judgement(False, f"the two cannot be compared: {error}"))
-        rows = table.filled([(name, ranker, False) for name, ranker in rankers.items()])
+        rows = table.filled([(name, pair[name], ranker, False) for name, ranker in rankers.items()])
         found = judge(table.figures(1), table.figures(0), config.bounds)
         return _judged(job, config, table, found.noting(_unknown(rankers, len(dataset.item_ids))), rows)
-    return table.outcome(table.filled([(name, ranker, seen) for name, ranker in _side_by_side(job, config, dataset, events).items() for seen in (False, True)]))
+    compared = _side_by_side(job, config, dataset, events)
+    return table.outcome(table.filled([(name, ref, ranker, seen) for name, (ref, ranker) in compared.items() for seen in (False, True)]))
 
 
-def _side_by_side(job: JobContext, config: EvaluateConfig, dataset: Dataset, events: EventActions | None) -> dict[str, Ranker]:
-    rankers: dict[str, Ranker] = {"popularity": PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))}
+def _side_by_side(job: JobContext, config: EvaluateConfig, dataset: Dataset, events: EventActions | None) -> dict[str, tuple[str | None, Ranker]]:
+    """What ranks, by its name, with the reference of its model."""
+    popularity = PopularityRanker(Popularity.fit(dataset.train_histories(), len(dataset.item_ids)))
+    rankers: dict[str, tuple[str | None, Ranker]] = {"popularity": (None, popularity)}
     for name in _COMPARED:
         if name in job.spec.inputs:
-            label, ranker = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, events=events, name=name)
-            rankers[label if label not in rankers else f"{label} ({name})"] = ranker
+            ref = job.spec.inputs[name]
+            label, ranker = load_ranker(job, dataset, ref, config.beam_width, events=events, name=name)
+            rankers[label if label not in rankers else f"{label} ({name})"] = ref, ranker
             if config.weights != "float32" and label == "generator":
-                rankers[f"{label} ({config.weights})"] = load_ranker(job, dataset, job.spec.inputs[name], config.beam_width, config.weights, events, name)[1]
+                rankers[f"{label} ({config.weights})"] = ref, load_ranker(job, dataset, ref, config.beam_width, config.weights, events, name)[1]
     return rankers
 
 
@@ -143,11 +147,11 @@ class _Table:
     def __init__(self, job: JobContext, config: EvaluateConfig, dataset: Dataset, cases: list[Case]) -> None:
         self._job, self._config, self._dataset, self._cases = job, config, dataset, cases
 
-    def filled(self, rankings: list[tuple[str, Ranker, bool]]) -> list[dict[str, Any]]:
-        """A row for each ranking (name, ranker, seen filter)."""
+    def filled(self, rankings: list[tuple[str, str | None, Ranker, bool]]) -> list[dict[str, Any]]:
+        """A row for each ranking (name, reference of its model, ranker, seen filter)."""
         job, kept = self._job, self._job.workdir / "rows.json"
         rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
-        for index, (name, ranker, seen) in enumerate(rankings):
+        for index, (name, ref, ranker, seen) in enumerate(rankings):
             if index < len(rows):
                 continue
 
@@ -158,7 +162,7 @@ class _Table:
             own: dict[str, list[float]] = {}
             figures = evaluate(ranker, self._cases, ks=self._config.ks, num_items=len(self._dataset.item_ids), exclude_seen=seen, tick=tick, own=own)
             counts = {name: figures.pop(name) for name in ("cases", "repeat_share", "short_share")}
-            rows.append({"model": name, "exclude_seen": seen, "metrics": figures, **counts})
+            rows.append({"model": name, "ref": ref, "exclude_seen": seen, "metrics": figures, **counts})
             job.metric(index, **figures)
             users = [self._dataset.user_ids[int(user)] for user in own.pop("user")]
             columns = {"user": pa.array(users, pa.string()), "ranking": pa.array([index] * len(users), pa.int32())}

@@ -201,9 +201,12 @@ def test_figures_of_models_evaluations_and_experiments() -> None:
         "id": "e",
         "finished": 1,
         "spec": {"inputs": {"model": "m"}},
-        "result": {"part": "test", "rows": [{"model": "popularity", "metrics": {}}, {"model": "generator", "metrics": {}}]},
+        "result": {
+            "part": "test",
+            "rows": [{"model": "popularity", "metrics": {}}, {"model": "sasrec", "ref": "b", "metrics": {}}, {"model": "generator", "ref": "m", "metrics": {}}],
+        },
     }
-    assert [(row["model"], row["ref"]) for row in evaluations([job])] == [("popularity", None), ("generator", "m")]
+    assert [(row["model"], row["ref"]) for row in evaluations([job])] == [("popularity", None), ("sasrec", "b"), ("generator", "m")]
     assert alignment_points([{"step": 0, "held_out_hr@50": 0.1, "held_out_reward": 0.2}, {"step": 1, "loss": 1}]) == [(0.1, 0.2)]
     variants = [
         {"name": "live", "rewards": {"clicks": {"mean": {"value": 1.0, "low": 0.5, "high": 1.5}}}},

@@ -227,6 +227,7 @@ def test_evaluation_puts_popularity_sasrec_and_the_generator_side_by_side(make_j
     assert [(row["model"], row["exclude_seen"]) for row in result["rows"]] == [
         (name, seen) for name in ("popularity", "sasrec", "generator") for seen in (False, True)
     ]
+    assert {row["model"]: row["ref"] for row in result["rows"]} == {"popularity": None, "sasrec": baseline, "generator": generator}
     by_name = {(row["model"], row["exclude_seen"]): row["metrics"] for row in result["rows"]}
     assert by_name["generator", False]["recall@10"] > by_name["popularity", False]["recall@10"] + 0.2
     assert by_name["sasrec", False]["recall@10"] > by_name["popularity", False]["recall@10"]
