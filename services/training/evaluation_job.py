@@ -97,16 +97,16 @@ def _logged(job: JobContext, config: EvaluateConfig, dataset: Dataset, events: E
     question = config.logged
     feedback = Feedback.load(job.store.get(input_of(job, "dataset")))
     pages = LoggedPages.of(dataset, feedback, config.part, question, max_users=config.max_users, seed=job.spec.seed, events=events)
-    rankings = [(name, ranker, seen) for name, ranker in _side_by_side(job, config, dataset, events).items() for seen in (False, True)]
+    rankings = [(name, ref, ranker, seen) for name, (ref, ranker) in _side_by_side(job, config, dataset, events).items() for seen in (False, True)]
     rows: list[dict[str, Any]] = []
-    for name, ranker, seen in rankings:
+    for name, ref, ranker, seen in rankings:
 
         def tick(done: int, total: int, name: str = name) -> None:
             job.check_cancelled()
             job.progress(len(rows) + done / total, len(rankings), "rankings", f"asking the log of {name}")
 
         chosen_C = choices(pages, ranker, question, config.beam_width, seen, tick)
-        rows.append({"model": name, "exclude_seen": seen, **earned(pages, chosen_C, question)})
+        rows.append({"model": name, "ref": ref, "exclude_seen": seen, **earned(pages, chosen_C, question)})
     return _stored(job, {"logged": question, "part": config.part, "beam_width": config.beam_width, "estimates": rows})
 
 
