@@ -24,6 +24,7 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.rollouts import Rollouts, Scores
 
@@ -82,9 +83,8 @@ class World:
         **shape: Any,
     ) -> Aligner:
         torch.manual_seed(1)
-        self.generator = Generator(
-            GeneratorConfig(self.catalog.level_sizes, num_layers=1, hidden_size=32, intermediate_size=32, seen_bias=True, **shape)
-        ).eval()
+        shape = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32, "seen_bias": True, **shape}
+        self.generator = Generator(GeneratorConfig(self.catalog.level_sizes, **shape)).eval()
         tokens_NL = self.generator.vocabulary.item_tokens(self.catalog.codes)
         rollouter = Rollouter(self.generator, self.trie, tokens_NL, self.rows, self.dataset, "datasets/sha256-0", config, 8)
         hits, calls = list(tests or [0.5] * 100), [0]
@@ -155,8 +155,11 @@ def test_what_is_rewarded_comes_more_often(world: World, changes: dict[str, Any]
     assert [each["staleness"] for each in steps] == [min(step, config.staleness) * config.updates + config.updates - 1 for step in range(len(steps))]
 
 
-def test_rollouts_of_a_policy_on_merged_prompts_have_the_probabilities_that_training_gives_them(world: World) -> None:
-    world.aligner(replace(CONFIG, steps=2, updates=1), TasteScorer(even), tests=[0.5, 0.6], merger=MergerConfig(True, "kept", ("gaps",))).run()
+@pytest.mark.parametrize("merger", [MergerConfig(), MergerConfig(True, "kept", ("gaps",))], ids=["tokens", "merged"])
+@pytest.mark.parametrize("types", [("full_attention",), ("linear_attention", "full_attention"), ("kda", "mamba2"), ("gla",)], ids="-".join)
+def test_rollouts_of_a_policy_of_any_kind_have_the_probabilities_that_training_gives_them(world: World, types: tuple[str, ...], merger: MergerConfig) -> None:
+    shape = {"num_layers": len(types), "layer_types": types, "linear": LinearConfig(1, 2, 8, 8), "merger": merger}
+    world.aligner(replace(CONFIG, steps=2, updates=1), TasteScorer(even), tests=[0.5, 0.6], **shape).run()
     steps = [values for _, values in world.heard if "reward" in values]
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-5) and steps[1]["kl"] > 1e-5
 
