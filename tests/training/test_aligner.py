@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from semantide.services.training import aligner as aligner_module
 from semantide.services.training.aligner import Aligner, AlignState
 from semantide.services.training.alignment_guard import Standing
 from semantide.services.training.alignment_recipes import AlignConfig, align_recipe
+from semantide.services.training.grpo import policy_loss
 from semantide.services.training.held_out import HeldOut
 from semantide.services.training.policy_terms import PolicyTerms
 from semantide.services.training.rollout import Prompts, Rollouter, ScoredHere
@@ -24,6 +26,7 @@ from semantide.shared.dataset import Dataset
 from semantide.shared.decoding.search_trie import SearchTrie
 from semantide.shared.errors import Conflict, JobCancelled, PermanentError
 from semantide.shared.models.generator import Generator, GeneratorConfig
+from semantide.shared.models.linear_layer import LinearConfig
 from semantide.shared.models.token_merger import MergerConfig
 from semantide.shared.rollouts import Rollouts, Scores
 
@@ -82,9 +85,8 @@ class World:
         **shape: Any,
     ) -> Aligner:
         torch.manual_seed(1)
-        self.generator = Generator(
-            GeneratorConfig(self.catalog.level_sizes, num_layers=1, hidden_size=32, intermediate_size=32, seen_bias=True, **shape)
-        ).eval()
+        shape = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32, "seen_bias": True, **shape}
+        self.generator = Generator(GeneratorConfig(self.catalog.level_sizes, **shape)).eval()
         tokens_NL = self.generator.vocabulary.item_tokens(self.catalog.codes)
         rollouter = Rollouter(self.generator, self.trie, tokens_NL, self.rows, self.dataset, "datasets/sha256-0", config, 8)
         hits, calls = list(tests or [0.5] * 100), [0]
@@ -155,10 +157,25 @@ def test_what_is_rewarded_comes_more_often(world: World, changes: dict[str, Any]
     assert [each["staleness"] for each in steps] == [min(step, config.staleness) * config.updates + config.updates - 1 for step in range(len(steps))]
 
 
-def test_rollouts_of_a_policy_on_merged_prompts_have_the_probabilities_that_training_gives_them(world: World) -> None:
-    world.aligner(replace(CONFIG, steps=2, updates=1), TasteScorer(even), tests=[0.5, 0.6], merger=MergerConfig(True, "kept", ("gaps",))).run()
-    steps = [values for _, values in world.heard if "reward" in values]
-    assert steps[0]["kl"] == pytest.approx(0, abs=1e-5) and steps[1]["kl"] > 1e-5
+@pytest.mark.parametrize("merger", [MergerConfig(), MergerConfig(True, "kept", ("gaps",))], ids=["tokens", "merged"])
+@pytest.mark.parametrize("types", [("full_attention",), ("linear_attention", "full_attention"), ("kda", "mamba2"), ("gla",)], ids="-".join)
+def test_rollouts_of_a_policy_of_any_kind_have_the_probabilities_that_training_gives_them(
+    world: World, types: tuple[str, ...], merger: MergerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With small weights, whatever a layer reads would hardly be seen in the probabilities.
+    shape = {"num_layers": len(types), "layer_types": types, "linear": LinearConfig(1, 2, 8, 8), "merger": merger, "initializer_range": 0.2}
+    seen = []
+
+    def compared(own_RGL: torch.Tensor, drawn_RGL: torch.Tensor | None, *others: Any) -> Any:
+        if drawn_RGL is not None:
+            seen.append((own_RGL.detach().clone(), drawn_RGL.clone(), others[1]))
+        return policy_loss(own_RGL, drawn_RGL, *others)
+
+    monkeypatch.setattr(aligner_module, "policy_loss", compared)
+    world.aligner(replace(CONFIG, steps=1, updates=2, learning_rate=1e-12), TasteScorer(even), tests=[0.5, 0.6], **shape).run()
+    ((own_RGL, drawn_RGL, present_RG),) = seen
+    assert bool(present_RG.any())
+    torch.testing.assert_close(own_RGL[present_RG], drawn_RGL[present_RG].to(own_RGL.dtype), atol=1e-4, rtol=1e-4)
 
 
 def run_of(world: World, config: AlignConfig, name: str, cancel_at: int = -1) -> tuple[AlignState, dict[str, torch.Tensor]]:
