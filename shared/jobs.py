@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore, digest_bytes
 from semantide.shared.config import Settings
@@ -124,18 +122,15 @@ class Jobs:
     def get(self, job_id: str) -> JobRecord:
         """One record.
 
-        Raises: NotFound, Conflict for one that only another version can read.
+        Raises: NotFound.
         """
         fields = self._redis.hgetall(self.key(job_id))
         if not fields:
             raise NotFound(f"no job {job_id!r}: list the jobs with `semantide jobs`")
-        return _record(job_id, fields)
+        return _record(fields)
 
-    def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100, strict: bool = False) -> list[JobRecord]:
-        """Newest first; what only another version can read is left out.
-
-        Raises: Conflict for such a record, where ``strict``.
-        """
+    def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100) -> list[JobRecord]:
+        """Newest first."""
         records: list[JobRecord] = []
         begin = 0
         while names := self._redis.zrevrange(JOBS_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
@@ -143,15 +138,10 @@ class Jobs:
             pipe = self._redis.pipeline(transaction=False)
             for name in names:
                 pipe.hgetall(self.key(name.decode()))
-            for name, fields in zip(names, pipe.execute(), strict=True):
+            for fields in pipe.execute():
                 if not fields:
                     continue
-                try:
-                    record = _record(name.decode(), fields)
-                except Conflict:
-                    if strict:
-                        raise
-                    continue
+                record = _record(fields)
                 if (kind is None or record.spec.kind == kind) and (state is None or record.state == state):
                     records.append(record)
                     if len(records) == limit:
@@ -239,13 +229,8 @@ class Jobs:
         return _in_order(rows)
 
 
-def _record(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
-    try:
-        return JobRecord.model_validate({name.decode(): json.loads(value) for name, value in fields.items()})
-    except ValidationError as error:
-        raise Conflict(
-            f"job {job_id} was written by another version of Semantide, and this one cannot read its record: run that version, or delete the broker's key {Jobs.key(job_id)}"
-        ) from error
+def _record(fields: Mapping[bytes, bytes]) -> JobRecord:
+    return JobRecord.model_validate({name.decode(): json.loads(value) for name, value in fields.items()})
 
 
 def _in_order(rows: Mapping[tuple[int, tuple[str, ...]], dict[str, float]]) -> list[dict[str, float]]:

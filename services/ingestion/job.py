@@ -264,9 +264,7 @@ def forget_users(job: JobContext) -> JobOutcome:
             forgotten.note(waiting, sweep.saw)
             sweep.remove(refs)
         job.progress(2, 5, "steps", "files")
-        sweep.files(
-            [record.id for record in Jobs(job.broker).recent(limit=_MOST_JOBS, strict=True) if record.spec.room == job.spec.room and record.id != job.id]
-        )
+        sweep.files([record.id for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id])
         job.progress(3, 5, "steps", "broker")
         sweep.broker_state(Histories(job.broker, job.settings.history_length, job.settings.history_ttl_seconds))
         if sweep.damaged:  # the tombstones go on waiting: nobody is forgotten there

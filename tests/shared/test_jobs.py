@@ -298,15 +298,3 @@ def test_two_runners_never_share_a_job(room: Any, start_runner: Any) -> None:
 def test_unknown_jobs_are_named(room: Any) -> None:
     with pytest.raises(NotFound, match="no job 'nope'"):
         Jobs(room.broker).get("nope")
-
-
-def test_records_of_a_version_that_knows_more_hide_no_others_and_are_named_where_all_are_needed(room: Any) -> None:
-    jobs = Jobs(room.broker, room.queues)
-    first, foreign, last = (jobs.submit(JobSpec(kind="dataset")) for _ in range(3))
-    room.broker.hset(Jobs.key(foreign.id), "spec", json.dumps({**foreign.spec.model_dump(mode="json"), "kind": "dream"}))
-    assert [record.id for record in jobs.recent()] == [last.id, first.id] and len(jobs.recent(limit=2)) == 2
-    for look in (lambda: jobs.get(foreign.id), lambda: jobs.recent(strict=True)):
-        with pytest.raises(Conflict, match=f"{foreign.id} was written by another version .* delete the broker's key semantide:job:{foreign.id}"):
-            look()
-    room.broker.delete(Jobs.key(foreign.id))
-    assert len(jobs.recent(strict=True)) == 2
