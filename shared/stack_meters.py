@@ -5,7 +5,6 @@ Every API of one stack shows the same figures: take their maximum, not their sum
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -21,7 +20,6 @@ from semantide.shared.telemetry import meter
 def observe(room: Room) -> None:
     """Add the figures to this process's metrics."""
     made, broker, queues, account = meter("stack"), room.broker, room.queues, RetentionAccount(room.broker)
-    settings, began = room.settings, time.time()
 
     def quietly(read: Callable[[], Iterable[Observation]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def answer(_: CallbackOptions) -> Iterable[Observation]:
@@ -55,14 +53,6 @@ def observe(room: Room) -> None:
         moment = account.read()[2]
         return [] if moment is None else [Observation(moment)]
 
-    def late() -> Iterable[Observation]:
-        if not settings.retention_hours or not (settings.artifact_days or settings.job_days or settings.upload_days):
-            return []
-        looked = account.read()[2]
-        due = (began if looked is None else looked) + 3600 * settings.retention_hours
-        return [Observation(max(0.0, time.time() - due))]
-
-    made.create_observable_gauge("semantide_retention_late", [quietly(late)], unit="s", description="How long the next look of retention is overdue")
     made.create_observable_counter("semantide_retention_removed", [quietly(removed)], description="What retention has removed, by kind of thing")
     made.create_observable_counter("semantide_retention_bytes", [quietly(removed_bytes)], unit="By", description="Bytes that retention has removed")
     made.create_observable_gauge("semantide_retention_looked", [quietly(looked)], unit="s", description="When retention looked last, since 1970")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from semantide.shared import stack_meters
 from semantide.shared.contracts import ROOMS, JobSpec
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import dead_letter_key
-from semantide.shared.retention_account import RetentionAccount
 from semantide.shared.room import Room
 
 
@@ -57,21 +55,6 @@ def test_messages_are_counted_waiting_and_parked(figures: Any) -> None:
     room.broker.rpush(f"semantide:queue:{queue}", "a", "b")
     room.broker.rpush(dead_letter_key(queue), json.dumps({"message": {}}))
     assert read("semantide_queue_messages")[(queue,)] == 2 and read("semantide_parked_messages") == {(queue,): 1}
-
-
-def test_retention_is_late_once_its_time_has_passed_and_only_where_it_is_wanted(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, read = figures
-    hour, account, name = 3600.0, RetentionAccount(room.broker), "semantide_retention_late"
-    began = time.time()
-    assert read(name) == {(): 0.0}, "the first look is due a period after the stack began"
-    monkeypatch.setattr(stack_meters.time, "time", lambda: began + 30 * hour)
-    assert read(name)[()] == pytest.approx(6 * hour, abs=60)
-    account.add("retention-1", {}, 0, began + 29 * hour)
-    assert read(name) == {(): 0.0}
-    for setting in ("retention_hours", "job_days"):
-        with monkeypatch.context() as patch:
-            patch.setattr(room.settings, setting, 0)
-            assert read(name) == {}
 
 
 def test_a_lost_broker_takes_no_other_metric_along(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
