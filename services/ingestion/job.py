@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,10 @@ from semantide.services.ingestion.user_ids import settled
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import JobRecord
-from semantide.shared.errors import BadData, Corrupt, TransientError
+from semantide.shared.errors import BadData, Corrupt, NotFound, TransientError
 from semantide.shared.executors import executor
 from semantide.shared.history import Histories, HistoryEvent
+from semantide.shared.job_ending import write_report
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs, now_ms
 from semantide.shared.telemetry import logger
 from semantide.shared.version import code_version
@@ -264,9 +265,11 @@ def forget_users(job: JobContext) -> JobOutcome:
             forgotten.note(waiting, sweep.saw)
             sweep.remove(refs)
         job.progress(2, 5, "steps", "files")
-        sweep.files([record.id for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id])
+        own = [record for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id]
+        sweep.files([record.id for record in own if record.state != "running"])
         job.progress(3, 5, "steps", "broker")
         sweep.broker_state(Histories(job.broker, job.settings.history_length, job.settings.history_ttl_seconds))
+        _report_anew(job, sweep.unreported)
         if sweep.damaged:  # the tombstones go on waiting: nobody is forgotten there
             raise Corrupt(
                 f"segments {', '.join(sorted(sweep.damaged))} of the event log are damaged and may hold users who were forgotten: bring them back from a backup "
@@ -280,6 +283,14 @@ def forget_users(job: JobContext) -> JobOutcome:
         rewrite_append_only_file(job.broker, job.check_cancelled)
     job.progress(5, 5, "steps", "done")
     return JobOutcome(result={"users": len(waiting), **found})
+
+
+def _report_anew(job: JobContext, names: Sequence[str]) -> None:
+    """Write the reports of ended jobs from what is kept of them now."""
+    records = Jobs(job.broker)
+    for name in names:
+        with suppress(NotFound):
+            write_report(records, records.get(name), job.store, job.workdir.parent / name)
 
 
 def _reads(refs: Sequence[str], record: JobRecord) -> bool:
