@@ -19,7 +19,7 @@ from semantide.services.ingestion.eventlog import EventLog, read_segment
 from semantide.services.ingestion.forgotten import Forgotten
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.rows import interaction_table
-from semantide.services.ingestion.stream import FORGETTING, PARKED, encode
+from semantide.services.ingestion.stream import PARKED, encode
 from semantide.services.ingestion.sweep import mentions
 from semantide.shared import operations_api
 from semantide.shared.artifacts import ArtifactStore
@@ -27,6 +27,8 @@ from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.config import Settings
 from semantide.shared.contracts import Interaction
 from semantide.shared.errors import BadData, Corrupt
+from semantide.shared.forgetting import KEY as FORGETTING
+from semantide.shared.forgetting import Forgetting
 from semantide.shared.http import build_app
 from semantide.shared.job_ending import REPORT_FILE, end_job
 from semantide.shared.job_process import run_job
@@ -38,10 +40,11 @@ WHO, OTHER = "anna-4711@example", "otto-4712@example"
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     """A stack whose broker writes into the data folder, as on a laptop."""
+    monkeypatch.setattr(job, "KNOWN_SECONDS", 0.2)
     with OwnBroker(tmp_path / "data" / "broker") as own:
-        made = Settings(data_dir=tmp_path / "data", redis_url=own.url, import_roots=str(tmp_path), api_keys="test-key")
+        made = Settings(data_dir=tmp_path / "data", serving_deadline_seconds=0.1, redis_url=own.url, import_roots=str(tmp_path), api_keys="test-key")
         client = connect(own.url)
         yield Room("ingestion", made, client, ArtifactStore(made.artifacts_root), Queues(own.url))
         client.close()
@@ -202,6 +205,22 @@ def test_what_jobs_say_of_a_user_goes_and_they_still_can_be_resumed(room: Room, 
     with pytest.raises(BadData, match="none of the") as refused:
         job.run(context)
     assert who not in str(refused.value)
+
+
+def test_what_requests_that_began_before_keep_of_a_user_goes_too(room: Room, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.delete(f"/v1/users/{WHO}")
+    seen: list[dict[str, str]] = []
+
+    def wait(_: JobContext, seconds: float) -> None:
+        if seconds > 0.1:  # as a request does that ends meanwhile
+            seen.append(Forgetting(room.broker).users())
+            room.broker.set("semantide:serving:default:page:x", json.dumps({"user": WHO, "answer": {}}))
+
+    monkeypatch.setattr(job, "KNOWN_SECONDS", 60.0)
+    monkeypatch.setattr(job, "_wait", wait)
+    work(room)
+    assert [list(users.values()) for users in seen] == [[WHO]]
+    assert places(room, WHO) == set()
 
 
 def test_who_comes_back_may_be_taken_again(room: Room, client: TestClient) -> None:
