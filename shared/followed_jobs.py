@@ -41,7 +41,7 @@ class FollowedJobs(Jobs):
 
     def open_jobs(self, room: str) -> list[JobRecord]:
         """A room's jobs that have not ended, oldest first."""
-        records = [self.get(raw.decode()) for raw in self._redis.smembers(open_jobs_key(room))]
+        records = self.readable(raw.decode() for raw in self._redis.smembers(open_jobs_key(room)))
         return sorted(records, key=lambda record: (record.created, record.id))
 
     def any_open(self, room: str) -> bool:

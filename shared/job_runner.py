@@ -130,7 +130,7 @@ class JobRunner:
     def _take(self) -> None:
         if len(self._children) >= self._room.settings.job_slots:
             return
-        waiting = [self._jobs.get(raw.decode()) for raw in self._room.broker.smembers(open_jobs_key(self._room.name))]
+        waiting = self._jobs.readable(raw.decode() for raw in self._room.broker.smembers(open_jobs_key(self._room.name)))
         for record in sorted(waiting, key=lambda r: (r.created, r.id)):
             if record.id in self._children or len(self._children) >= self._room.settings.job_slots:
                 continue

@@ -15,10 +15,13 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from semantide.shared import broker as broker_door
 from semantide.shared.artifacts import ArtifactStore, digest_bytes
@@ -122,15 +125,23 @@ class Jobs:
     def get(self, job_id: str) -> JobRecord:
         """One record.
 
-        Raises: NotFound.
+        Raises: NotFound, Conflict where another version recorded what this one does not know.
         """
         fields = self._redis.hgetall(self.key(job_id))
         if not fields:
             raise NotFound(f"no job {job_id!r}: list the jobs with `semantide jobs`")
         return _record(fields)
 
+    def readable(self, job_ids: Iterable[str]) -> list[JobRecord]:
+        """Records of these jobs, without those that another version recorded: they wait for it, and hold no others up."""
+        records = []
+        for job_id in job_ids:
+            with suppress(Conflict):
+                records.append(self.get(job_id))
+        return records
+
     def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100) -> list[JobRecord]:
-        """Newest first."""
+        """Newest first, without what another version recorded and this one does not know."""
         records: list[JobRecord] = []
         begin = 0
         while names := self._redis.zrevrange(JOBS_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
@@ -141,7 +152,10 @@ class Jobs:
             for fields in pipe.execute():
                 if not fields:
                     continue
-                record = _record(fields)
+                try:
+                    record = _record(fields)
+                except Conflict:
+                    continue
                 if (kind is None or record.spec.kind == kind) and (state is None or record.state == state):
                     records.append(record)
                     if len(records) == limit:
@@ -230,7 +244,15 @@ class Jobs:
 
 
 def _record(fields: Mapping[bytes, bytes]) -> JobRecord:
-    return JobRecord.model_validate({name.decode(): json.loads(value) for name, value in fields.items()})
+    told = {name.decode(): json.loads(value) for name, value in fields.items()}
+    try:
+        return JobRecord.model_validate(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Conflict(
+            f"job {told.get('id')!r} was recorded by another version of this software, which knows more than this one "
+            f"({'.'.join(map(str, first['loc']))} is {str(first.get('input'))[:60]!r}): that version shows and runs it"
+        ) from error
 
 
 def _in_order(rows: Mapping[tuple[int, tuple[str, ...]], dict[str, float]]) -> list[dict[str, float]]:

@@ -53,9 +53,17 @@ def observe(room: Room) -> None:
         moment = account.read()[2]
         return [] if moment is None else [Observation(moment)]
 
+    def due() -> Iterable[Observation]:
+        settings, moment = room.settings, account.read()[2]
+        wanted = settings.retention_hours and (settings.artifact_days or settings.job_days or settings.upload_days)
+        return [] if moment is None or not wanted else [Observation(moment + settings.retention_hours * 3600)]
+
     made.create_observable_counter("semantide_retention_removed", [quietly(removed)], description="What retention has removed, by kind of thing")
     made.create_observable_counter("semantide_retention_bytes", [quietly(removed_bytes)], unit="By", description="Bytes that retention has removed")
     made.create_observable_gauge("semantide_retention_looked", [quietly(looked)], unit="s", description="When retention looked last, since 1970")
+    made.create_observable_gauge(
+        "semantide_retention_due", [quietly(due)], unit="s", description="When retention has to look next, since 1970; nothing where it is off"
+    )
     made.create_observable_gauge("semantide_queue_messages", [quietly(waiting)], description="Messages that wait, by queue")
     made.create_observable_gauge("semantide_parked_messages", [quietly(parked)], description="Messages that could not be handled, by queue")
     made.create_observable_gauge("semantide_jobs_open", [quietly(unfinished)], description="Jobs that have not ended, by room")

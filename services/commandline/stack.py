@@ -206,20 +206,24 @@ class Stack:
         temporary.replace(state_file(self.folder))
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + _READY_SECONDS
+        deadline, said = time.monotonic() + _READY_SECONDS, "nothing answers yet"
         while time.monotonic() < deadline and not self._ending.is_set():
             for child in self.children:
                 if child.process is not None and (status := child.process.poll()) is not None:
                     tail = child.log.read_bytes()[-1500:].decode(errors="replace")
                     raise Conflict(f"{child.name} ended with status {status} while starting; the end of {child.log}:\n{tail}")
             try:
-                if httpx.get(f"{self.url}/readyz", timeout=2).status_code == 200:
+                answer = httpx.get(f"{self.url}/readyz", timeout=2)
+                if answer.status_code == 200:
                     return
+                said = answer.text[:500]
             except httpx.HTTPError:
                 pass
             time.sleep(0.1)
         if not self._ending.is_set():
-            raise Conflict(f"the APIs did not become ready within {_READY_SECONDS:.0f} s: see {self.folder}/logs")
+            raise Conflict(
+                f"the APIs did not become ready within {_READY_SECONDS:.0f} s ({said}): {self.folder}/logs say what they wait for; everything was stopped, start it again"
+            )
 
     def places(self) -> list[tuple[str, str, str]]:
         """(what, where, log) of every process."""

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,15 +27,17 @@ from semantide.services.ingestion.itemlog import ARTIFACT_SCHEMA, ItemLog
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import Rules
 from semantide.services.ingestion.sources import Source, confined, plan
-from semantide.services.ingestion.stream import DIMENSION, FORGETTING, GROUP, STREAM
+from semantide.services.ingestion.stream import DIMENSION, GROUP, STREAM
 from semantide.services.ingestion.sweep import Sweep, rewrite_append_only_file
 from semantide.services.ingestion.user_ids import settled
 from semantide.shared import broker as broker_door
 from semantide.shared.availability import Availability
 from semantide.shared.contracts import JobRecord
-from semantide.shared.errors import BadData, Corrupt, TransientError
+from semantide.shared.errors import BadData, Corrupt, NotFound, TransientError
 from semantide.shared.executors import executor
+from semantide.shared.forgetting import KNOWN_SECONDS, Forgetting
 from semantide.shared.history import Histories, HistoryEvent
+from semantide.shared.job_ending import write_report
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs, now_ms
 from semantide.shared.telemetry import logger
 from semantide.shared.version import code_version
@@ -250,7 +252,8 @@ def forget_users(job: JobContext) -> JobOutcome:
     with closing(Manifest(job.settings.data_dir / "events")) as manifest:
         forgotten = Forgotten(manifest)
         waiting = forgotten.tombstones(waiting=True)
-        names = {digest.decode(): name.decode(errors="surrogatepass") for digest, name in job.broker.hgetall(FORGETTING).items()}
+        forgetting, begun = Forgetting(job.broker), time.monotonic()
+        names = forgetting.users()
         sweep = Sweep(manifest, job.store, job.broker, job.settings.data_dir.absolute(), set(names.values()))
         sweep.saw = sorted({ref for stone in waiting for ref in stone.found.get("saw", ())})  # of a sweep that did not end
         job.progress(0, 5, "steps", "events")
@@ -264,9 +267,14 @@ def forget_users(job: JobContext) -> JobOutcome:
             forgotten.note(waiting, sweep.saw)
             sweep.remove(refs)
         job.progress(2, 5, "steps", "files")
-        sweep.files([record.id for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id])
+        own = [record for record in Jobs(job.broker).recent(limit=_MOST_JOBS) if record.spec.room == job.spec.room and record.id != job.id]
+        sweep.files([record.id for record in own if record.state != "running"])
+        if names:  # requests that began before keep rankings and prompts of theirs until they end, and whoever holds such in memory has to meet the ids
+            job.progress(3, 5, "steps", "waits for requests that began before")
+            _wait(job, begun + KNOWN_SECONDS + job.settings.serving_deadline_seconds - time.monotonic())
         job.progress(3, 5, "steps", "broker")
         sweep.broker_state(Histories(job.broker, job.settings.history_length, job.settings.history_ttl_seconds))
+        _report_anew(job, sweep.unreported)
         if sweep.damaged:  # the tombstones go on waiting: nobody is forgotten there
             raise Corrupt(
                 f"segments {', '.join(sorted(sweep.damaged))} of the event log are damaged and may hold users who were forgotten: bring them back from a backup "
@@ -274,12 +282,19 @@ def forget_users(job: JobContext) -> JobOutcome:
             )
         found = {**sweep.counts, "removed": sweep.removed, "saw": sweep.saw}
         forgotten.swept(waiting, found, now_ms())
-        if names:
-            job.broker.hdel(FORGETTING, *names)
+        forgetting.remove(names)
         job.progress(4, 5, "steps", "the broker's file")
         rewrite_append_only_file(job.broker, job.check_cancelled)
     job.progress(5, 5, "steps", "done")
     return JobOutcome(result={"users": len(waiting), **found})
+
+
+def _report_anew(job: JobContext, names: Sequence[str]) -> None:
+    """Write the reports of ended jobs from what is kept of them now."""
+    records = Jobs(job.broker)
+    for name in names:
+        with suppress(NotFound):
+            write_report(records, records.get(name), job.store, job.workdir.parent / name)
 
 
 def _reads(refs: Sequence[str], record: JobRecord) -> bool:

@@ -18,7 +18,6 @@ STREAM = "semantide:ingestion:stream"
 GROUP = "eventlog"
 CONSUMER = "writer"
 PARKED = "semantide:dead:semantide.ingestion.stream"
-FORGETTING = "semantide:ingestion:forgetting"  # hash digest -> id of users to be swept; their ids are here as long as that takes
 DIMENSION = "semantide:ingestion:embedding_dimension"
 
 

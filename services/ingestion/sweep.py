@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from semantide.services.ingestion.stream import PARKED, decode
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.errors import Corrupt
 from semantide.shared.history import Histories
+from semantide.shared.job_ending import REPORT_FILE
 
 PERSONAL = ("datasets", "negatives", "beams", "rollouts")
 """Kinds of artifacts that hold rows of single users; what else was made of these has learned from them."""
@@ -38,9 +40,11 @@ _FORGOTTEN = "(forgotten)"
 
 
 def mentions(user: str) -> re.Pattern[str]:
-    """A user's id where it stands alone, plain or as JSON writes it; not inside of another word or number."""
-    forms = {user, json.dumps(user)[1:-1], json.dumps(user, ensure_ascii=False)[1:-1]}
-    return re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(forms)))})(?![\w-])")
+    """A user's id where it stands alone, plain or as JSON, a log or a page writes it; not inside of another word or number. What stands before it may be an escaped tab or line break."""
+    said = {user, repr(user)[1:-1]}
+    said |= {json.dumps(form, ensure_ascii=ascii)[1:-1] for form in said for ascii in (True, False)}
+    forms = said | {escape(form) for form in said}
+    return re.compile(rf"(?:(?<![\w.-])|(?<=\\[nrtbf]))(?:{'|'.join(map(re.escape, sorted(forms, key=lambda form: (-len(form), form))))})(?![\w-])")
 
 
 class Sweep:
@@ -52,6 +56,7 @@ class Sweep:
         self._patterns = [mentions(name) for name in names]
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
+        self.unreported: list[str] = []
         self.saw: list[str] = []
         self.damaged: set[str] = set()
 
@@ -97,8 +102,8 @@ class Sweep:
             self._store.remove(ref)
         self.removed = sorted({*self.removed, *refs})
 
-    def files(self, ended: Collection[str]) -> None:
-        """Clear uploads, what ended jobs had in hand, and refused rows that name these users. ``ended`` are ids of jobs."""
+    def files(self, idle: Collection[str]) -> None:
+        """Clear uploads, what jobs had in hand, and what their refused rows, logs and reports say of these users. ``idle`` are ids of jobs that do not run; ``unreported`` then names those whose report went."""
         uploads = self._data_dir / "uploads"
         for path in sorted(uploads.rglob("*"), reverse=True) if uploads.is_dir() else ():
             if path.is_file() and not path.name.startswith(".incoming"):
@@ -107,7 +112,7 @@ class Sweep:
             elif path.is_dir():
                 with suppress(OSError):
                     path.rmdir()
-        for job in ended:
+        for job in idle:
             folder = self._data_dir / "jobs" / job
             shutil.rmtree(folder / "steps", ignore_errors=True)
             if (rejects := folder / "rejects.jsonl").is_file():
@@ -115,16 +120,38 @@ class Sweep:
             outcome = folder / "outcome.json"  # of an ended job: its record has all of it
             if outcome.is_file() and self._named(outcome.read_text(errors="replace")):
                 outcome.unlink()
+            if (log := folder / "log.txt").is_file():
+                self._rewrite(log, lambda line: str(self._redacted(line)))
+            report = folder / REPORT_FILE
+            if report.is_file() and self._named(report.read_text(errors="replace")):
+                report.unlink()
+                self.unreported.append(job)
 
-    def _cut(self, path: Path) -> None:
-        lines = path.read_text(errors="surrogateescape").splitlines(keepends=True)
-        kept = [line for line in lines if not self._named(line)]
-        if len(kept) == len(lines):
+    def _cut(self, rejects: Path) -> None:
+        """Blank refused rows out. The file stays as long as it is: an import that is resumed knows by its length what of it counts."""
+
+        def blank(line: str) -> str:
+            try:
+                told = json.dumps(self._redacted(json.loads(line)))
+            except ValueError:
+                told = "{}"
+            size = len(line.rstrip("\n").encode(errors="surrogateescape"))
+            told = told if len(told) <= size else "{}"
+            return told.ljust(size) + "\n" * line.endswith("\n")
+
+        self._rewrite(rejects, blank)
+
+    def _rewrite(self, path: Path, change: Callable[[str], str]) -> None:
+        """Change the lines that name these users."""
+        with path.open(errors="surrogateescape", newline="\n") as stream:
+            lines = [(line, self._named(line)) for line in stream]
+        if not (found := sum(named for _, named in lines)):
             return
         aside = path.with_suffix(".incoming")
-        aside.write_text("".join(kept), errors="surrogateescape")
+        with aside.open("w", errors="surrogateescape", newline="\n") as stream:
+            stream.writelines(change(line) if named else line for line, named in lines)
         aside.replace(path)
-        self.counts["lines"] += len(lines) - len(kept)
+        self.counts["lines"] += found
 
     def _named(self, text: str) -> bool:
         return any(pattern.search(text) for pattern in self._patterns)
@@ -155,7 +182,9 @@ class Sweep:
 
     def _redacted(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: self._redacted(inner) for key, inner in value.items()}
+            return {key: self._redacted(str(inner) if key == "value" and isinstance(inner, int | float) else inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._redacted(inner) for inner in value]
         if isinstance(value, str):
             for pattern in self._patterns:
                 value = pattern.sub(_FORGOTTEN, value)

@@ -14,9 +14,9 @@ from semantide.services.ingestion.eventlog import EventLog
 from semantide.services.ingestion.forgotten import Forgotten, Tombstone
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.schema import INTERACTION_SCHEMA, completed
-from semantide.services.ingestion.stream import FORGETTING
 from semantide.shared.contracts import JobRecord, JobSpec
 from semantide.shared.errors import Corrupt, NotFound
+from semantide.shared.forgetting import Forgetting
 from semantide.shared.history import Histories
 from semantide.shared.jobs import Jobs, now_ms
 from semantide.shared.room import Room
@@ -34,7 +34,7 @@ class Users:
         since = now_ms()
         with closing(Manifest(self._events)) as manifest:
             digest = Forgotten(manifest).add(user, since, accept_later=accept_later)
-        self._room.broker.hset(FORGETTING, digest, user.encode(errors="surrogatepass"))
+        Forgetting(self._room.broker).add(digest, user)
         self._histories.forget(user)
         return digest, since, self._jobs.submit(JobSpec(kind="forget"))
 

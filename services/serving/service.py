@@ -15,6 +15,7 @@ import torch
 from semantide.services.serving.admission import GroupBounds
 from semantide.services.serving.bundle import Bundle, load_bundle, read_header
 from semantide.services.serving.engine import Answer, warm_up
+from semantide.services.serving.forgetting import ForgettingWatch
 from semantide.services.serving.meters import Meters
 from semantide.services.serving.narrowing import Narrowing
 from semantide.services.serving.needed import note_loaded
@@ -41,6 +42,7 @@ from semantide.shared.broker import RedisError, connect
 from semantide.shared.config import Settings
 from semantide.shared.decoding.kv_pool import KVPool
 from semantide.shared.errors import BrokerUnavailable, Conflict, Corrupt, NotFound, PermanentError, TransientError
+from semantide.shared.forgetting import LOOK_SECONDS, Forgetting
 from semantide.shared.history import Histories, HistoryEvent
 from semantide.shared.jobs import Jobs
 from semantide.shared.models.linear_memory import Records
@@ -116,11 +118,13 @@ class Service:
         )
         self.swapper = Swapper(self.registry, self._load, self.meters.swap)
         self.retrievers = RetrieverWatch(self.registry, store)
+        self.forgetting = ForgettingWatch(Forgetting(broker), lambda: [bundle.prompts for bundle in self.swapper.bundles])
         self._retrieving = threading.BoundedSemaphore(workers)
         self._pollers = [
             Poller("availability", _POLL_SECONDS, self.availability.poll),
             Poller("registry", _POLL_SECONDS, self.swapper.poll),
             Poller("retriever", _POLL_SECONDS, self.retrievers.poll),
+            Poller("forgetting", LOOK_SECONDS, self.forgetting.poll),
             Poller("shown", _POLL_SECONDS / 2, self.shown.flush),
             Poller("loaded", _LOADED_SECONDS, lambda: note_loaded(broker, self.registry.read(), time.time())),
             Poller("comparisons", _COMPARISONS_SECONDS, Comparisons(Registry(broker), Jobs(broker)).poll),

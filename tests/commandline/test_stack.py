@@ -17,10 +17,12 @@ import httpx
 import psutil
 import pytest
 
+from semantide.services.commandline import stack as stack_module
 from semantide.services.commandline.overrides import config_of, wish_of
 from semantide.services.commandline.stack import Child, Stack, running_stack, stop_running
 from semantide.shared.broker import free_port
 from semantide.shared.config import Settings
+from semantide.shared.errors import Conflict
 
 COMMAND = [sys.executable, "-m", "semantide.services.commandline.main"]
 
@@ -212,6 +214,40 @@ def test_a_disk_without_room_does_not_end_the_watch(tmp_path: Path, monkeypatch:
     finally:
         stack.stop()
         watching.join(60)
+
+
+# As a room that cannot begin: its process lives, and its APIs, where they answer, are not ready.
+UNREADY = """#!{python}
+import http.server, os, sys, time
+class Unready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{{"problems": ["serving: the live model is being loaded"]}}')
+    def log_message(self, *_):
+        pass
+if "api" in sys.argv and {answers}:
+    http.server.HTTPServer(("127.0.0.1", int(os.environ["SEMANTIDE_PORT"])), Unready).serve_forever()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("answers", "said"), [(False, "nothing answers yet"), (True, "the live model is being loaded")])
+def test_rooms_that_do_not_begin_in_time_are_said_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, said: str) -> None:
+    unready = tmp_path / "unready"
+    unready.write_text(UNREADY.format(python=sys.executable, answers=answers))
+    unready.chmod(0o700)
+    monkeypatch.setattr(stack_module, "_READY_SECONDS", 3.0)
+    monkeypatch.setattr(stack_module.sys, "executable", str(unready))
+    stack = Stack(Settings(data_dir=tmp_path / "data", port=free_port()), print)
+    try:
+        with pytest.raises(Conflict, match=rf"did not become ready within 3 s .*{said}.*{tmp_path}/data/logs") as refused:
+            stack.start()
+        pids = json.loads((tmp_path / "data" / "stack.json").read_text())["processes"].values()
+        assert len(pids) == 8 and "start it again" in str(refused.value)
+    finally:
+        stack.stop()
+    assert not alive(list(pids)) and running_stack(tmp_path / "data") is None and not (tmp_path / "data" / "stack.json").exists()
 
 
 def test_a_taken_port_is_said_before_anything_starts(up: Callable[..., Up]) -> None:

@@ -4,8 +4,10 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
@@ -17,15 +19,19 @@ from semantide.services.ingestion.eventlog import EventLog, read_segment
 from semantide.services.ingestion.forgotten import Forgotten
 from semantide.services.ingestion.manifest import Manifest
 from semantide.services.ingestion.rows import interaction_table
-from semantide.services.ingestion.stream import FORGETTING, PARKED, encode
+from semantide.services.ingestion.stream import PARKED, encode
 from semantide.services.ingestion.sweep import mentions
 from semantide.shared import operations_api
 from semantide.shared.artifacts import ArtifactStore
 from semantide.shared.broker import OwnBroker, connect
 from semantide.shared.config import Settings
 from semantide.shared.contracts import Interaction
-from semantide.shared.errors import Corrupt
+from semantide.shared.errors import BadData, Corrupt
+from semantide.shared.forgetting import KEY as FORGETTING
+from semantide.shared.forgetting import Forgetting
 from semantide.shared.http import build_app
+from semantide.shared.job_ending import REPORT_FILE, end_job
+from semantide.shared.job_process import run_job
 from semantide.shared.jobs import JobContext, JobOutcome, Jobs
 from semantide.shared.queues import Queues
 from semantide.shared.room import Room
@@ -34,10 +40,11 @@ WHO, OTHER = "anna-4711@example", "otto-4712@example"
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     """A stack whose broker writes into the data folder, as on a laptop."""
+    monkeypatch.setattr(job, "KNOWN_SECONDS", 0.2)
     with OwnBroker(tmp_path / "data" / "broker") as own:
-        made = Settings(data_dir=tmp_path / "data", redis_url=own.url, import_roots=str(tmp_path), api_keys="test-key")
+        made = Settings(data_dir=tmp_path / "data", serving_deadline_seconds=0.1, redis_url=own.url, import_roots=str(tmp_path), api_keys="test-key")
         client = connect(own.url)
         yield Room("ingestion", made, client, ArtifactStore(made.artifacts_root), Queues(own.url))
         client.close()
@@ -63,7 +70,7 @@ def work(room: Room) -> list[Any]:
     for record in reversed(jobs.recent(state="queued")):
         context = JobContext(record, room.settings, room.store, room.broker, room.queues)
         outcome: JobOutcome = job.run(context)
-        jobs.end(record, "succeeded", outcome=outcome)
+        end_job(jobs, record, room.store, context.workdir, "succeeded", outcome=outcome)
         outcomes.append(outcome)
     return outcomes
 
@@ -106,7 +113,9 @@ def test_no_trace_of_a_user_is_left_and_late_events_stay_out(room: Room, client:
     store(room)
     log = tmp_path / "log.csv"
     log.write_text(
-        "user,item,time\n" + "".join(f"{user},i{n % 5},{1_700_010_000_000 + n}\n" for n in range(9) for user in (WHO, OTHER)) + f"{WHO},i1,nonsense\n"
+        "user,item,time\n"
+        + "".join(f"{user},i{n % 5},{1_700_010_000_000 + n}\n" for n in range(9) for user in (WHO, OTHER))
+        + f"{WHO},i1,nonsense\n{WHO},i1,more,than,fits\n"
     )
     assert client.put("/v1/uploads/in/log.csv", content=log.read_bytes()).status_code == 201
     assert client.post("/v1/imports", json={"path": str(room.settings.data_dir / "uploads" / "in" / "log.csv")}).status_code == 202
@@ -130,6 +139,7 @@ def test_no_trace_of_a_user_is_left_and_late_events_stay_out(room: Room, client:
     (steps / "part.arrow").write_text(WHO)
 
     imported = room.settings.data_dir / "jobs" / Jobs(room.broker).recent(kind="import")[0].id
+    assert WHO in (imported / REPORT_FILE).read_text()
     (imported / "outcome.json").write_text(json.dumps({"artifacts": {}, "result": {"rejects": [{"value": WHO}]}}))
 
     told = client.get(f"/v1/users/{WHO}/export").json()
@@ -157,6 +167,60 @@ def test_no_trace_of_a_user_is_left_and_late_events_stay_out(room: Room, client:
     work(room)
     assert client.get(f"/v1/users/{WHO}/export").json() == {"user": WHO, "events": [], "history": [], "datasets": []}
     assert len(client.get(f"/v1/users/{OTHER}/export").json()["events"]) == 30
+
+
+@pytest.mark.parametrize("who", [WHO, "o'neil <anna> & co", "4711", 'änne\\"x'])
+def test_what_jobs_say_of_a_user_goes_and_they_still_can_be_resumed(room: Room, client: TestClient, tmp_path: Path, who: str) -> None:
+    """An import that refused every row, some of which cannot be told apart into fields; its log, its report and its record quote them."""
+    bad = tmp_path / "bad.tsv"
+    bad.write_text("item\tuser\ttime\n" + f"i1\t{who}\tnonsense\n" + f"i2\t{OTHER}\tmore\tthan\tfits\n" + f"i1\t{who}\tmore\tthan\tfits\n" * 2)
+    assert client.post("/v1/imports", json={"path": str(bad), "kind": "interactions"}).status_code == 202
+    jobs = Jobs(room.broker)
+    (record,) = jobs.recent(kind="import")
+    folder = room.settings.data_dir / "jobs" / record.id
+    folder.mkdir(parents=True)
+    run_job(record.id, job.run, room.settings, room.store, room.broker, room.queues)
+    record = jobs.get(record.id)
+    assert record.state == "failed" and record.error
+    rows = [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
+    said = record.error + json.dumps(rows[-1]) + json.dumps(rows[-1], ensure_ascii=False) + json.dumps({"error": str(rows[-1])}) + who
+    (folder / "log.txt").write_text(f"started\n{said}\nended\n")
+    end_job(jobs, record, room.store, folder, "failed", error=f"{record.error} {who}")
+    size = (folder / "rejects.jsonl").stat().st_size
+
+    client.delete(f"/v1/users/{quote(who, safe='')}")
+    work(room)
+    left = {name: (folder / name).read_text() for name in ("rejects.jsonl", "log.txt", REPORT_FILE)}
+    words = {who, unescape(who), json.dumps(who)[1:-1], json.dumps(who, ensure_ascii=False)[1:-1], escape(who), repr(who)[1:-1]}
+    assert not [
+        (name, word) for name, text in left.items() for word in words if re.search(rf"(?<![\w.#]){re.escape(word)}(?!\w)", text) and name != REPORT_FILE
+    ]
+    assert who == "4711" or not [word for word in words if word in left[REPORT_FILE]]
+    assert not [word for word in words if word in str(jobs.get(record.id).error)]
+    assert left["log.txt"].startswith("started\n") and left["log.txt"].endswith("\nended\n")
+    assert OTHER in left["rejects.jsonl"] and (folder / "rejects.jsonl").stat().st_size == size
+    assert len([json.loads(line) for line in left["rejects.jsonl"].splitlines()]) == len(rows)
+
+    context = JobContext(jobs.resume(record.id), room.settings, room.store, room.broker, room.queues)
+    with pytest.raises(BadData, match="none of the") as refused:
+        job.run(context)
+    assert who not in str(refused.value)
+
+
+def test_what_requests_that_began_before_keep_of_a_user_goes_too(room: Room, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.delete(f"/v1/users/{WHO}")
+    seen: list[dict[str, str]] = []
+
+    def wait(_: JobContext, seconds: float) -> None:
+        if seconds > 0.1:  # as a request does that ends meanwhile
+            seen.append(Forgetting(room.broker).users())
+            room.broker.set("semantide:serving:default:page:x", json.dumps({"user": WHO, "answer": {}}))
+
+    monkeypatch.setattr(job, "KNOWN_SECONDS", 60.0)
+    monkeypatch.setattr(job, "_wait", wait)
+    work(room)
+    assert [list(users.values()) for users in seen] == [[WHO]]
+    assert places(room, WHO) == set()
 
 
 def test_who_comes_back_may_be_taken_again(room: Room, client: TestClient) -> None:

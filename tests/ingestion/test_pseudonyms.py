@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantide.services.ingestion import api, job
-from semantide.services.ingestion.stream import FORGETTING
 from semantide.shared import operations_api
 from semantide.shared.config import Settings
 from semantide.shared.contracts import JobSpec
 from semantide.shared.errors import BadData
+from semantide.shared.forgetting import KEY as FORGETTING
 from semantide.shared.http import build_app
 from semantide.shared.jobs import JobContext, Jobs
 from semantide.shared.pseudonyms import Pseudonyms

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -219,6 +220,48 @@ def test_a_process_is_ready_once_the_retriever_that_is_wanted_answers(world: Wor
     unlucky.retrievers.poll()
     fine, why = unlucky.ready()
     assert not fine and "not numbers" in why
+
+
+def test_requests_that_run_while_retrievers_change_are_each_answered_whole_by_one_of_them(empty_server: Server, world: World) -> None:
+    """Promotions, roll-backs of the registry and a broken one among them: no request fails, and every answer is that of the model that it names."""
+    refs, broken = [add_retriever(world, seed) for seed in range(3)], add_retriever(world, 9, broken=True)
+    histories = [["i1"], ["i7", "i3"], ["only here", "i150", "i4"]]
+    wanted = {(ref, number): best(world, ref, history, 8) for ref in refs for number, history in enumerate(histories)}
+    promote = lambda ref: empty_server.client.post("/v1/serving/promote", json={"model": ref})  # noqa: E731
+    assert promote(refs[0]).status_code == 200
+    done, seen, wrong = threading.Event(), set[str](), list[Any]()
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=empty_server.url, headers=empty_server.headers, timeout=120) as client:
+            while not done.is_set():
+                answer = client.post("/v1/recommendations", json={"history": histories[number], "n": 8, "source": "retriever"})
+                told = answer.json()
+                if answer.status_code != 200 or names(told) != wanted.get((told["model"], number)):
+                    wrong.append(told)
+                    return
+                seen.add(told["model"])
+
+    threads = [threading.Thread(target=ask, args=(number % 3,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(15):
+            if turn % 5 == 4:
+                assert promote(broken).status_code == 409
+            # Here, and by another process, which this one follows in the background.
+            ref = refs[turn % 3]
+            if turn % 2:
+                assert promote(ref).status_code == 200
+            else:
+                Registry(world.room.broker).retrieve(ref, "")
+            wait_until(lambda ref=ref: ref == empty_server.client.get("/v1/serving/live").json()["loaded_retriever"])
+            seen.discard(ref)
+            wait_until(lambda ref=ref: ref in seen or wrong)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong and seen <= set(refs)
 
 
 def test_a_broken_retriever_changes_nothing(server: Server, world: World) -> None:

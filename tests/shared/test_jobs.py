@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from semantide.shared.contracts import JobRecord, JobSpec
+from semantide.shared import operations_api
+from semantide.shared.contracts import ENDED, JobRecord, JobSpec
 from semantide.shared.errors import BrokerUnavailable, Conflict, NotFound
+from semantide.shared.followed_jobs import FollowedJobs
+from semantide.shared.http import build_app
 from semantide.shared.job_ending import REPORT_FILE, end_job, report_of
 from semantide.shared.job_process import run_job
 from semantide.shared.job_runner import JobRunner
-from semantide.shared.jobs import METRICS_SECONDS, JobContext, JobOutcome, Jobs
+from semantide.shared.jobs import METRICS_SECONDS, JobContext, JobOutcome, Jobs, open_jobs_key
 from semantide.shared.version import code_version
 
 # A job's process with a body of the test's own: counts to `steps`, keeps its count in a checkpoint, appends each step it makes to `made`.
@@ -222,6 +226,26 @@ def test_recent_looks_past_others_and_the_newest_metrics_are_enough(room: Any) -
     assert [row["step"] for row in jobs.metrics(first.id)] == list(range(420))
     assert [row["step"] for row in jobs.metrics(first.id, after=100)] == list(range(101, 420))
     assert [row["step"] for row in jobs.metrics(first.id, after=415)] == [416, 417, 418, 419]
+
+
+@pytest.mark.parametrize("unknown", [{"spec": {"kind": "polish"}}, {"spec": {"kind": "train", "shine": 3}}, {"lustre": 1}])
+def test_what_a_newer_version_recorded_holds_no_other_job_up(room: Any, start_runner: Any, unknown: dict[str, Any]) -> None:
+    jobs = Jobs(room.broker)
+    foreign = submit(jobs, steps=1)
+    jobs.write(foreign.id, **unknown)
+    own = submit(jobs, steps=1)
+    assert [record.id for record in jobs.recent()] == [own.id] == [record.id for record in FollowedJobs(room.broker).open_jobs("training")]
+    with pytest.raises(Conflict, match="another version of this software"):
+        jobs.get(foreign.id)
+    client = TestClient(build_app([room], [operations_api.build(room)]), headers={"X-API-Key": "test-key"})
+    assert [each["id"] for each in client.get("/v1/jobs").json()] == [own.id]
+    for path in ("", "/report", "/metrics", "/log"):
+        assert client.get(f"/v1/jobs/{foreign.id}{path}").status_code == 409
+    assert client.post(f"/v1/jobs/{foreign.id}/cancel").status_code == 409
+    start_runner()
+    assert wait_for(jobs, own.id, lambda record: record.state in ENDED).state == "succeeded"
+    kept = room.broker.hgetall(Jobs.key(foreign.id))
+    assert json.loads(kept[b"state"]) == "queued" and room.broker.sismember(open_jobs_key("training"), foreign.id)
 
 
 def test_cancel_stops_soon_and_resume_goes_on(room: Any, start_runner: Any) -> None:

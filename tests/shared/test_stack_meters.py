@@ -14,6 +14,7 @@ from semantide.shared import stack_meters
 from semantide.shared.contracts import ROOMS, JobSpec
 from semantide.shared.jobs import Jobs
 from semantide.shared.queues import dead_letter_key
+from semantide.shared.retention_account import RetentionAccount
 from semantide.shared.room import Room
 
 
@@ -55,6 +56,23 @@ def test_messages_are_counted_waiting_and_parked(figures: Any) -> None:
     room.broker.rpush(f"semantide:queue:{queue}", "a", "b")
     room.broker.rpush(dead_letter_key(queue), json.dumps({"message": {}}))
     assert read("semantide_queue_messages")[(queue,)] == 2 and read("semantide_parked_messages") == {(queue,): 1}
+
+
+def test_retention_is_due_after_its_hours_and_never_where_it_is_off(figures: Any) -> None:
+    room, read = figures
+    account = RetentionAccount(room.broker)
+    assert read("semantide_retention_due") == {} == read("semantide_retention_looked")
+    account.add("retention-1", {"artifacts": 3}, 100, 1_700_000_000.0)
+    room.settings.retention_hours = 2.0
+    assert read("semantide_retention_looked") == {(): 1_700_000_000.0} and read("semantide_retention_due") == {(): 1_700_007_200.0}
+    assert read("semantide_retention_removed") == {("artifacts",): 3} and read("semantide_retention_bytes") == {(): 100}
+    for off in ({"retention_hours": 0.0}, {"artifact_days": 0.0, "job_days": 0.0, "upload_days": 0.0}):
+        before = {name: getattr(room.settings, name) for name in off}
+        for name, value in off.items():
+            setattr(room.settings, name, value)
+        assert read("semantide_retention_due") == {}
+        for name, value in before.items():
+            setattr(room.settings, name, value)
 
 
 def test_a_lost_broker_takes_no_other_metric_along(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
