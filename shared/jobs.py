@@ -140,8 +140,11 @@ class Jobs:
                 records.append(self.get(job_id))
         return records
 
-    def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100) -> list[JobRecord]:
-        """Newest first, without what another version recorded and this one does not know."""
+    def recent(self, *, kind: str | None = None, state: str | None = None, limit: int = 100, strict: bool = False) -> list[JobRecord]:
+        """Newest first, without what another version recorded and this one does not know.
+
+        Raises: Conflict for such a record, where ``strict``.
+        """
         records: list[JobRecord] = []
         begin = 0
         while names := self._redis.zrevrange(JOBS_INDEX, begin, begin + _RECORDS_PER_LOOK - 1):
@@ -155,6 +158,8 @@ class Jobs:
                 try:
                     record = _record(fields)
                 except Conflict:
+                    if strict:
+                        raise
                     continue
                 if (kind is None or record.spec.kind == kind) and (state is None or record.state == state):
                     records.append(record)

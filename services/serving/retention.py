@@ -87,7 +87,8 @@ class Retention:
         self.removed = Removed()
 
     def _records(self) -> list[JobRecord]:
-        return self._jobs.recent(limit=_MOST_JOBS)
+        # What a job of another version needs, nobody here can say: then nothing goes.
+        return self._jobs.recent(limit=_MOST_JOBS, strict=True)
 
     def artifacts(self, check: Callable[[], None], own: str = "") -> None:
         """Remove artifacts that nobody has needed for as long as they are kept. ``own`` is the job that looks: what it tells of those that go keeps none."""
