@@ -15,7 +15,7 @@ from semantide.operators.node import Node
 from semantide.operators.pods import Pod
 from semantide.operators.resources import NODE_ANNOTATION
 
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _NAMED = 3  # values that are told
 
 
@@ -107,8 +107,11 @@ def node_terms(template: Mapping[str, Any]) -> Sequence[tuple[Expression, ...]]:
 
     Raises: ValueError.
     """
-    required = _map(_affinity(template, "nodeAffinity").get(_REQUIRED), f"nodeAffinity.{_REQUIRED}")
+    required = _map(_affinity(template, "nodeAffinity").get(REQUIRED), f"nodeAffinity.{REQUIRED}")
     terms = [_map(term, "nodeSelectorTerms") for term in _list(required.get("nodeSelectorTerms"), "nodeSelectorTerms")] or [{}]
+    for term in terms:
+        for field in _list(term.get("matchFields"), "matchFields"):
+            _expression(field)  # Kubernetes' scheduler goes by these
     return [_expressions(term) for term in terms]
 
 
@@ -118,8 +121,8 @@ def nears(template: Mapping[str, Any], namespace: str) -> Sequence[Near]:
     Raises: ValueError.
     """
     found = []
-    for entry in _list(_affinity(template, "podAffinity").get(_REQUIRED), f"podAffinity.{_REQUIRED}"):
-        term = _map(entry, f"podAffinity.{_REQUIRED}")
+    for entry in _list(_affinity(template, "podAffinity").get(REQUIRED), f"podAffinity.{REQUIRED}"):
+        term = _map(entry, f"podAffinity.{REQUIRED}")
         if term.get("namespaceSelector") is not None or term.get("labelSelector") is None:
             continue
         if not term.get("topologyKey"):
@@ -148,12 +151,12 @@ def _expression(entry: Any) -> Expression:
 
 
 def _map(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value or {}, Mapping):
+    if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"template.affinity: {where} has {value!r} where a map belongs")
     return value or {}
 
 
 def _list(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value or [], list):
+    if value is not None and not isinstance(value, list):
         raise ValueError(f"template.affinity: {where} is {value!r}, it must be a list")
     return value or []

@@ -179,7 +179,10 @@ class KubernetesApi:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise TransientError(f"{verb} {path}: the API server does not answer ({error})") from error
         if answer.status < 300:
-            return json.loads(data) if data else {}
+            try:
+                return json.loads(data) if data else {}
+            except ValueError as error:
+                raise TransientError(f"{verb} {path}: {answer.status}, but what came is no JSON ({error}): is there a proxy before the API server?") from error
         raise _refusal(answer.status, data, f"{verb} {path}")
 
 

@@ -13,9 +13,10 @@ from hashlib import sha256
 from json import dumps
 from typing import Any
 
+from semantide.operators.affinity import REQUIRED, nears, node_terms
 from semantide.operators.resources import API_VERSION, JOB_LABEL, MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL, NPUJob, NPUService
 from semantide.operators.settings import OperatorSettings
-from semantide.shared.pod_template import RELEASE_LABEL, merged
+from semantide.shared.pod_template import NAMED, RELEASE_LABEL, merged
 
 _METADATA = ("labels", "annotations")
 _POD = (
@@ -116,6 +117,13 @@ def check_template(template: Mapping[str, Any]) -> None:
             raise ValueError(f"template.{name} is {value!r}: it must be a map, as in a pod's spec")
         if name in _LISTS_OF_MAPS and not (isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)):
             raise ValueError(f"template.{name} is {value!r}: it must be a list of maps, as in a pod's spec")
+    for name, key in NAMED.items():
+        for entry in template.get(name) or ():
+            if not isinstance(entry.get(key), str | int | None):
+                raise ValueError(f"template.{name} has an entry whose {key} is {entry[key]!r}: it must be a text or a number, as in a pod's spec")
+    # What is wrong with an affinity says itself.
+    node_terms(template)
+    nears(template, "")
     grace = template.get("terminationGracePeriodSeconds", 0)
     if not isinstance(grace, int) or isinstance(grace, bool) or grace < 0:
         raise ValueError(f"template.terminationGracePeriodSeconds is {grace!r}: it must be a whole number of seconds")
@@ -157,9 +165,9 @@ def pod_manifest(owner: NPUJob | NPUService, template: Mapping[str, Any], own: C
 
 def _on_node(affinity: Mapping[str, Any], node: str) -> dict[str, Any]:
     """The affinity that also wants this node. Kubernetes' scheduler still checks that the pod fits, as it does for DaemonSets."""
-    result = deepcopy(dict(affinity))
-    required = result.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    of_nodes = affinity.get("nodeAffinity") or {}
+    required = of_nodes.get(REQUIRED) or {}
     here = {"key": "metadata.name", "operator": "In", "values": [node]}
-    terms: Sequence[Mapping[str, Any]] = required.get("nodeSelectorTerms") or ({},)
-    required["nodeSelectorTerms"] = [{**term, "matchFields": [*(term.get("matchFields") or ()), here]} for term in terms]
-    return result
+    terms: Sequence[Mapping[str, Any] | None] = required.get("nodeSelectorTerms") or ({},)
+    narrowed = [{**(term or {}), "matchFields": [*((term or {}).get("matchFields") or ()), here]} for term in terms]
+    return deepcopy({**affinity, "nodeAffinity": {**of_nodes, REQUIRED: {**required, "nodeSelectorTerms": narrowed}}})

@@ -34,4 +34,7 @@ def whole(text: str | float, parts: int = 1) -> int:
 
     Raises: ValueError.
     """
-    return math.ceil(round(parts * quantity(text), 6))
+    number = parts * quantity(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{str(text)[:60]!r} is more than anything has: write a smaller quantity, like 2, 500m or 16Gi")
+    return math.ceil(round(number, 6))

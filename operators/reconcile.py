@@ -93,7 +93,7 @@ def reconcile_all(snapshot: Snapshot, settings: OperatorSettings) -> Round:
     service_steps = _serve(service_looks, around, fleet, stumbles)
     alive = [pod for pod in snapshot.pods if not pod.node or (pod.node in nodes and not nodes[pod.node].gone)]
     lacking = _lacking(service_looks, service_steps, around, snapshot.now)
-    decision = _line(looks, steps, alive, around, lacking.values(), fleet, snapshot.now, _policy(settings))
+    decision = _line(looks, steps, alive, around, lacking.values(), fleet, snapshot.now, _policy(settings), stumbles)
     for start in decision.starts:
         fleet.occupy(start.pods, _shape_held(looks[start.key].job, settings))
     for key, service_look in service_looks.items():
@@ -235,6 +235,7 @@ def _line(
     fleet: Fleet,
     now: float,
     policy: Policy,
+    stumbles: dict[str, Exception],
 ) -> Decision:
     """Let the line move, and change the steps of those that start, make room or go on waiting; ``pods`` are all that may be alive, ``serving`` replicas without
     room."""
@@ -256,17 +257,28 @@ def _line(
                 waiting.append(_waiting(look, step, around))
             elif (gang := _running(look, step, around)) is not None:
                 running.append(gang)
-        except ValueError as error:
-            steps[key] = refused(look, step, str(error))
+        except Exception as error:
+            steps[key] = _unplaced(look, step, error, stumbles)
     decision = decide(waiting, running, fleet, now, policy, serving)
     for start in decision.starts:
-        steps[start.key] = placed(looks[start.key], steps[start.key], start.pods)
+        look, step = looks[start.key], steps[start.key]
+        try:
+            steps[start.key] = placed(look, step, start.pods)
+        except Exception as error:
+            steps[start.key] = _unplaced(look, step, error, stumbles)
     for preemption in decision.preemptions:
         steps[preemption.victim] = make_room(looks[preemption.victim], steps[preemption.victim], preemption.beneficiary)
     for key, reason in decision.reasons.items():
         if key in steps and steps[key].waits:
             steps[key] = refused(looks[key], steps[key], reason)
     return decision
+
+
+def _unplaced(look: Look, step: Step, error: Exception, stumbles: dict[str, Exception]) -> Step:
+    """The step of a job for which no gang can be made: it says why; one that waits for nothing is left as it is. Nobody else is stopped."""
+    if not (step.waits and isinstance(error, ValueError)):
+        stumbles[_label(look.job)] = error
+    return refused(look, step, _stumbling(error)) if step.waits else step
 
 
 def _busy(looks: Mapping[str, Look], steps: Mapping[str, Step], pods: Iterable[Pod]) -> dict[tuple[str, str], dict[str, str]]:

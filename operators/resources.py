@@ -10,9 +10,10 @@ Fields that this version does not know are left out, so an older operator reads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from datetime import datetime
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 GROUP = "semantide.io"
@@ -59,6 +60,15 @@ def _lean(value: Any) -> Any:
     if isinstance(value, list):
         return [_lean(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _time(said: str) -> str:
+    """A time as the API server writes it."""
+    datetime.fromisoformat(said.replace("Z", "+00:00")).timestamp()
+    return said
+
+
+Time = Annotated[str, AfterValidator(_time)]
 
 
 class Part(BaseModel):
@@ -163,7 +173,7 @@ class Condition(Part):
     status: Literal["True", "False", "Unknown"] = "Unknown"
     reason: str = ""
     message: str = ""
-    last_transition_time: str | None = None
+    last_transition_time: Time | None = None
     observed_generation: int = 0
 
 
@@ -188,7 +198,7 @@ class NodeUntil(Part):
     """A node that a job or a service keeps off for a while, and why."""
 
     node: str
-    until: str
+    until: Time
     reason: str = ""
 
 
@@ -217,8 +227,8 @@ class NPUJobStatus(Part):
     attempt: int = 0
     cleared: int = 0
     restarts: int = 0
-    restart_time: str | None = None
-    reason_time: str | None = None
+    restart_time: Time | None = None
+    reason_time: Time | None = None
     message: str = ""
     imbalance: float | None = None
     wish: int = 0
@@ -229,12 +239,12 @@ class NPUJobStatus(Part):
     finished_ranks: tuple[int, ...] = ()
     avoid: tuple[NodeUntil, ...] = ()
     slow: tuple[SlowNode, ...] = ()
-    slow_time: str | None = None
-    queue_time: str | None = None
+    slow_time: Time | None = None
+    queue_time: Time | None = None
     waited_seconds: float = 0.0
-    placed_time: str | None = None
-    start_time: str | None = None
-    completion_time: str | None = None
+    placed_time: Time | None = None
+    start_time: Time | None = None
+    completion_time: Time | None = None
 
 
 class Replicas(Part):
@@ -315,8 +325,8 @@ class NPUServiceStatus(Part):
     wish: int = 0
     moving: str = ""
     avoid: tuple[NodeUntil, ...] = ()
-    scale_time: str | None = None
-    cramped_time: str | None = None
+    scale_time: Time | None = None
+    cramped_time: Time | None = None
     revisions: tuple[str, ...] = ()
     message: str = ""
     selector: str = ""

@@ -149,6 +149,10 @@ class Rounds:
         except SemantideError as error:
             _log.warning("%s is tried again: %s", resource, error)
             return True
+        except Exception:
+            # What one resource makes this process stumble over must not stop what others wait for.
+            _log.exception("%s cannot be written and is tried again", resource)
+            return True
 
     def _reread(self, kind: str, namespace: str, name: str) -> None:
         if kind not in (JOB_KIND, SERVICE_KIND):

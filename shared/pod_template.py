@@ -10,7 +10,7 @@ from typing import Any
 RELEASE_LABEL = "semantide.io/release"
 
 # Lists whose entries have a name of their own: a later entry of the same name replaces the earlier one.
-_NAMED = {"env": "name", "volumes": "name", "volumeMounts": "mountPath", "imagePullSecrets": "name", "initContainers": "name", "ports": "containerPort"}
+NAMED = {"env": "name", "volumes": "name", "volumeMounts": "mountPath", "imagePullSecrets": "name", "initContainers": "name", "ports": "containerPort"}
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(below, dict) and isinstance(value, Mapping):
             result[key] = merged(below, value)
         elif isinstance(below, list) and isinstance(value, Sequence) and not isinstance(value, str):
-            named = _NAMED.get(key)
+            named = NAMED.get(key)
             taken = {entry.get(named) for entry in value if isinstance(entry, Mapping)} if named else ()
             result[key] = [*(entry for entry in below if not (isinstance(entry, Mapping) and entry.get(named) in taken)), *deepcopy(list(value))]
         else:

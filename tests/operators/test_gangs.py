@@ -103,11 +103,13 @@ def test_ranks_are_found_by_names_that_a_server_takes_whatever_the_jobs_is(name:
 
 
 def test_pods_are_bound_to_their_node_by_the_scheduler() -> None:
-    own = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [1]}, {"matchExpressions": [2]}]}}}
+    one, other = ([{"key": key, "operator": "Exists"}] for key in ("fast", "near"))
+    wanted = [{"matchExpressions": one}, {"matchExpressions": other}]
+    own = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": wanted}}}
     pod = gang(job(template={"affinity": own}))[1]
     terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     here = [{"key": "metadata.name", "operator": "In", "values": ["b"]}]
-    assert terms == [{"matchExpressions": [1], "matchFields": here}, {"matchExpressions": [2], "matchFields": here}]
+    assert terms == [{"matchExpressions": one, "matchFields": here}, {"matchExpressions": other, "matchFields": here}]
     assert "nodeName" not in pod["spec"]
 
 

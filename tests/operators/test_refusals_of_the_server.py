@@ -19,13 +19,13 @@ from semantide.shared.errors import Conflict, PermanentError, TransientError
 _POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "lab"}, "spec": {}}
 
 
-def created(status: int, **answer: Any) -> None:
-    """Create a pod at a server that refuses so."""
+def created(status: int, page: bytes = b"", **answer: Any) -> None:
+    """Create a pod at a server that answers so; ``page`` instead of a status of the server's own."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            text = json.dumps({"kind": "Status", "status": "Failure", **answer}).encode()
+            text = page or json.dumps({"kind": "Status", "status": "Failure", **answer}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -54,6 +54,11 @@ def test_only_a_missing_right_asks_for_a_right() -> None:
     with pytest.raises(PermanentError, match="exceeded quota") as refused:
         created(403, reason="Forbidden", message='pods "p" is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1')
     assert "service account" not in str(refused.value)
+
+
+def test_an_answer_that_is_no_json_is_asked_for_again() -> None:
+    with pytest.raises(TransientError, match="is there a proxy"):
+        created(200, page=b"<html>please log in</html>")
 
 
 def test_without_a_cluster_the_process_says_what_to_do() -> None:

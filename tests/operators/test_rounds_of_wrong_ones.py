@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from semantide.operators import reconcile, rounds
 from semantide.operators.job_states import advance
+from semantide.shared.errors import SemantideError
 
 Worlds = Callable[..., Any]
 
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _NO_OPERATOR = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "a"}]}]}}}
 
 
@@ -47,6 +50,148 @@ def test_a_template_of_the_wrong_form_waits_with_a_reason_and_stops_nobody_else(
     lab.turn(3, 20.0)
     lab.settle()
     assert lab.phase("wrong") == "Running" and lab.phase("wrong", "NPUService") == "Running"
+
+
+_SOUND: dict[str, Any] = {
+    "labels": {"a": "b"},
+    "nodeSelector": {"kubernetes.io/os": "linux"},
+    "tolerations": [{"key": "a", "operator": "Equal", "value": "b", "effect": "NoSchedule"}],
+    "affinity": {
+        "nodeAffinity": {
+            _REQUIRED: {
+                "nodeSelectorTerms": [
+                    {
+                        "matchExpressions": [{"key": "a", "operator": "NotIn", "values": ["b"]}],
+                        "matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["z"]}],
+                    }
+                ]
+            }
+        },
+        "podAffinity": {_REQUIRED: [{"topologyKey": "host", "labelSelector": {"matchLabels": {"q": "r"}}, "namespaces": ["lab"]}]},
+    },
+    "env": [{"name": "A", "value": "b"}],
+    "envFrom": [{"secretRef": {"name": "x"}}],
+    "volumes": [{"name": "v", "emptyDir": {}}],
+    "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2"}},
+    "initContainers": [{"name": "i", "restartPolicy": "Always", "resources": {"requests": {"cpu": "1"}}}],
+    "imagePullSecrets": [{"name": "a"}],
+    "ports": [{"name": "http", "containerPort": 8000}],
+    "terminationGracePeriodSeconds": 30,
+}
+_WRONG: tuple[Any, ...] = (
+    None,
+    "x",
+    5,
+    -1,
+    True,
+    1.5,
+    [],
+    {},
+    [None],
+    ["x"],
+    [{}],
+    [[]],
+    [{"name": {}, "mountPath": [], "containerPort": {}}],
+    "1e400",
+    "9" * 400,
+)
+
+
+def _spoilt(sound: Any) -> Iterator[Any]:
+    """A value with one place in it after the other of another form."""
+    yield from _WRONG
+    for key in list(sound) if isinstance(sound, dict) else range(len(sound)) if isinstance(sound, list) else ():
+        for wrong in _spoilt(sound[key]):
+            copy = deepcopy(sound)
+            copy[key] = wrong
+            yield copy
+
+
+@pytest.mark.parametrize("scheduler", ["own", "volcano"])
+@pytest.mark.parametrize("field", sorted(_SOUND))
+def test_whatever_form_a_template_has_nobody_else_is_stopped_and_the_operator_does_not_stumble(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, field: str, scheduler: str
+) -> None:
+    sounds = [_SOUND[field]] if field != "affinity" else [{kind: _SOUND[field][kind]} for kind in _SOUND[field]]
+    templates = [{field: wrong} for sound in sounds for wrong in _spoilt(sound)]
+    lab = world(["a", "b"], rendezvous="dns")
+    create = lab.cluster.create
+
+    def refuses(body: Any) -> Any:
+        if body["kind"] == "Pod" and "wrong" in body["metadata"]["name"]:
+            raise SemantideError("a real API server reads each field")
+        return create(body)
+
+    monkeypatch.setattr(lab.cluster, "create", refuses)
+    for number, template in enumerate(templates):
+        lab.submit(f"wrong-{number}", npus=0, template=template, scheduler=scheduler)
+        lab.serve(f"wrong-{number}", npus=0, template=template)
+    lab.submit("right")
+    lab.serve("right")
+    for _ in range(3):
+        decided = lab.operator.turn()
+        assert {name: error for name, error in decided.stumbles.items() if not isinstance(error, ValueError)} == {}
+        lab.nodes.run()
+        lab.now += 1.0
+    assert lab.phase("right") == lab.phase("right", "NPUService") == "Running"
+
+
+@pytest.mark.parametrize("part", ["_waiting", "_running", "placed"])
+def test_a_job_that_the_line_stumbles_over_stops_nobody_else(world: Worlds, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    lab = world(["a"])
+    lab.submit("old")
+    lab.settle()
+    sound = getattr(reconcile, part)
+
+    def stumbles(look: Any, *others: Any) -> Any:
+        if look.job.name in ("odd", "old"):
+            raise KeyError("unheard of")
+        return sound(look, *others)
+
+    monkeypatch.setattr(reconcile, part, stumbles)
+    lab.submit("odd")
+    lab.submit("even")
+    lab.turn(4, 20.0)
+    assert lab.phase("even") == lab.phase("old") == "Running" and lab.status("old")["attempt"] == 1
+    assert part == "_running" or ("unheard of" in lab.status("odd")["message"] and lab.phase("odd") == "Pending")
+    assert lab.operator.turn().stumbles
+
+
+def test_a_resource_whose_writing_stumbles_stops_nobody_else(world: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = world(["a"])
+    create = lab.cluster.create
+
+    def stumbles(body: Any) -> Any:
+        if body["kind"] == "Pod" and body["metadata"]["name"].startswith("a-odd"):
+            raise UnicodeError("no such letter")
+        return create(body)
+
+    monkeypatch.setattr(lab.cluster, "create", stumbles)
+    lab.submit("a-odd")
+    lab.submit("even")
+    lab.turn(4, 1.0)
+    assert lab.phase("even") == "Running" and not lab.pods("a-odd")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        *(("NPUJob", name) for name in ("restartTime", "reasonTime", "slowTime", "queueTime", "placedTime", "startTime", "completionTime")),
+        *(("NPUService", name) for name in ("scaleTime", "crampedTime")),
+    ],
+)
+@pytest.mark.parametrize("npus", [4, 64])
+def test_a_time_in_a_status_that_nobody_can_read_is_told_and_stops_nobody_else(world: Worlds, kind: str, field: str, npus: int) -> None:
+    lab = world(["a"])
+    lab.submit("odd", npus=npus) if kind == "NPUJob" else lab.serve("odd", npus=npus)
+    lab.settle()
+    body = lab.cluster.get(kind, "lab", "odd")
+    lab.cluster.replace_status({**body, "status": {**body["status"], field: "yesterday"}})
+    lab.submit("right")
+    lab.turn(6, 20.0)
+    assert lab.phase("right") == "Running" and "yesterday" in lab.status("odd", kind)["message"]
+    assert lab.status("odd", kind)["phase"] == body["status"]["phase"]
 
 
 def test_a_wrong_template_of_the_operators_own_ends_nothing_that_runs(world: Worlds) -> None:
