@@ -64,7 +64,7 @@ def build(room: Room) -> APIRouter:
         return {"reward": ref, **{name: value for name, value in read.items() if name != "calibrations"}}
 
     def named(reward: str | None) -> str:
-        ref = reward or newest.newest()
+        ref = reward or newest.newest(room.store.exists)
         if ref is None:
             raise NotFound("no reward model has been made yet: run `semantide reward`, or POST /v1/jobs of kind reward")
         if not room.store.exists(ref):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _ORDER = "semantide:rewards:order"
@@ -21,7 +22,6 @@ class NewestRewards:
         """All of them, the newest first."""
         return [ref.decode() for ref in self._broker.zrevrange(_ORDER, 0, -1)]
 
-    def newest(self) -> str | None:
-        """The one that was made last."""
-        last = self._broker.zrevrange(_ORDER, 0, 0)
-        return last[0].decode() if last else None
+    def newest(self, stored: Callable[[str], bool]) -> str | None:
+        """The one that was made last of those that still are ``stored``: retention and people take some away."""
+        return next(filter(stored, self.all()), None)

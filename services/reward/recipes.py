@@ -71,6 +71,8 @@ class RewardTraining:
         for name, choices in (("users", get_args(Users)), ("debias", get_args(Debias)), ("propensities", get_args(Propensities)), ("calibration", METHODS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"reward {name} is {getattr(self, name)!r}: give one of {', '.join(choices)}")
+        if not all(1 <= size <= 1 << 16 for size in self.layer_sizes):
+            raise ValueError(f"reward layer_sizes is {list(self.layer_sizes)}: give widths from 1 to {1 << 16}, or none")
         if self.held_out + self.test >= 0.9:
             raise ValueError(f"reward held_out {self.held_out} and test {self.test} leave nothing to train on: together they stay below 0.9")
 

@@ -66,7 +66,7 @@ class AlignConfig:
     supervised_weight: float = 0.0
     """Weight of the known positives' negative log-likelihood: the supervised regulariser."""
     validity_weight: float = 0.0
-    """Weight of the probability that falls, at the prefixes of the rollouts, on codes that lead to no item: it is exact, and needs no invalid rollouts."""
+    """Weight of -log(1 - p), p the probability that falls, at the prefixes of the rollouts, on codes that lead to no item: it is exact, and needs no invalid rollouts."""
 
     learning_rate: float = 2e-4
     warmup_steps: int = 10

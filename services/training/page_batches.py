@@ -105,8 +105,12 @@ class PageSampler:
         kept_G = np.bincount(page_of_S[wanted_S], minlength=len(training)) > 0
         if config.crop == "last":
             stretch_G = self._stretches(seen_G)
-            last_U = np.zeros(len(dataset.user_ids), dtype=np.int64)
-            np.maximum.at(last_U, training.users_P, stretch_G)
+            # The last one with anything to train on: what was only shown since must not take a user's positives away.
+            with_positive_G = np.bincount(page_of_S[self._positive_S], minlength=len(training)) > 0
+            last_U = np.full(len(dataset.user_ids), -1, dtype=np.int64)
+            np.maximum.at(last_U, training.users_P[with_positive_G], stretch_G[with_positive_G])
+            without_G = kept_G & (last_U[training.users_P] < 0)
+            np.maximum.at(last_U, training.users_P[without_G], stretch_G[without_G])
             kept_G &= stretch_G == last_U[training.users_P]
         inside_S = kept_G[page_of_S]
         self._pages, self._seen_G = training.take(inside_S), seen_G[kept_G]

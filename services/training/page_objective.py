@@ -24,7 +24,7 @@ from semantide.shared.models.targets import TargetBlocks, target_logits
 
 
 class PageWise:
-    """Cross entropy of each code of each target, weighted, over the number of positives; and the contrast with what was exposed beside them."""
+    """Cross entropy of each code of each target, weighted, over the number of targets; and the contrast with what was exposed beside the positives, over their number."""
 
     def __init__(self, model: Generator, item_tokens_NL: Tensor, config: TrainConfig, side: Callable[[HistoryBatch], Tensor] | None = None) -> None:
         """``side`` gives the side features [T, F] of the histories' items, where the model's prompts have them."""
@@ -42,9 +42,13 @@ class PageWise:
         return {}
 
     def counts(self, batch: HistoryBatch) -> Tensor:
-        """The positives, of every level and of the contrast."""
-        positives = int((~_targets(batch).exposed_S).sum())
-        return torch.tensor([positives] * (self.model.vocabulary.levels + self._contrasted), device=batch.items.values.device)
+        """The targets of every level, weak positives among them: however few positives share their batch, each counts by its weight. Then the positives, of the contrast."""
+        exposed_S = _targets(batch).exposed_S
+        positives = int((~exposed_S).sum())
+        return torch.tensor(
+            [positives if self._contrasted else len(exposed_S)] * self.model.vocabulary.levels + [positives] * self._contrasted,
+            device=batch.items.values.device,
+        )
 
     def loss(self, batch: HistoryBatch, rows: Mapping[str, TableRows] | None = None) -> LossSum:
         """The loss of each level [L], then the contrast's."""

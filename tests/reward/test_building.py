@@ -318,6 +318,7 @@ def test_items_without_any_description_and_users_without_history_are_judged(tmp_
         ({"epoch": 1}, "known are signals"), ({"epochs": 1.5}, "whole number"), ({"signals": "click"}, "give a list"), ({"preference": {"click": "much"}}, "give weights"),
         ({"debias": "all"}, "give one of position"), ({"propensities": "all"}, "give one of logged, estimated"), ({"gate_quantile": 2}, "number from 0 to 0.99"), ({"held_out": 0.5, "test": 0.5}, "leave nothing to train on"),
         ({"dropout": "x"}, "give a number"), ({"layer_sizes": [1.5]}, "give a list"),
+        ({"layer_sizes": [16, 0]}, "give widths from 1"), ({"layer_sizes": [-4]}, "give widths from 1"),
     ],
 )  # fmt: skip
 def test_a_wrong_configuration_is_refused_by_name(changes: dict[str, Any], words: str) -> None:

@@ -184,7 +184,7 @@ def test_a_job_trains_and_another_weighs_anew(room: Room, dataset: str) -> None:
     ref = first.artifacts["reward"]
     again = job.run(context(room, JobSpec(kind="reward", config={"preference": {"order": 2}}, inputs={"reward": ref})))
     weighed = again.artifacts["reward"]
-    assert weighed != ref and NewestRewards(room.broker).newest() in (ref, weighed)
+    assert weighed != ref and NewestRewards(room.broker).newest(room.store.exists) in (ref, weighed)
     one, other = (PreferenceModel.load(room.store.get(each)) for each in (ref, weighed))
     assert other.weights == {"order": 2.0} and other.header["inputs"]["dataset"] == dataset and other.header["seed"] == 3
     assert all(torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in one.network.state_dict().items())
@@ -235,6 +235,17 @@ def test_items_are_scored_by_rest(room: Room, client: TestClient, reward: str) -
     assert answer["users"][1]["items"][0]["gate"] and set(first["signals"]) == {"click", "order"}
     weighed = client.post("/v1/reward/scores", json={**wanted, "preference": {"order": 1}}).json()["users"][0]["items"][0]
     assert weighed["preference"] == pytest.approx(first["signals"]["order"], abs=1e-6)
+
+
+def test_the_newest_reward_model_that_is_still_stored_answers(room: Room, client: TestClient, reward: str) -> None:
+    body = {"users": [{"items": ["item-1"]}]}
+    gone = [f"rewards/sha256-{digit * 64}" for digit in "ab"]
+    NewestRewards(room.broker).put(gone[0], 3)
+    assert client.post("/v1/reward/scores", json=body).status_code == 404
+    NewestRewards(room.broker).put(reward, 1)
+    NewestRewards(room.broker).put(gone[1], 2)
+    assert client.post("/v1/reward/scores", json=body).json()["reward"] == reward
+    assert [entry["reward"] for entry in client.get("/v1/reward").json()["rewards"]] == [reward]
 
 
 def test_items_newer_than_the_model_are_known_by_what_a_data_set_says_of_them(

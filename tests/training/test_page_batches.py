@@ -156,6 +156,28 @@ def test_only_pages_of_the_training_part_and_with_crop_last_of_the_last_stretch(
     assert sorted(items[0] for _, items, _ in last) == [5, 6] and {len(seen) for seen, _, _ in last} == {3, 4}
 
 
+@settings(deadline=None, max_examples=60)
+@given(LOGS, st.sampled_from(["parallel", "point", "sequential"]), st.sampled_from(["out", "weak"]), st.integers(1, 3))
+def test_crop_last_takes_the_last_stretch_of_each_user_that_has_a_positive(log: Log, targets: str, exposed: str, longest: int) -> None:
+    log = [[*pages, [0.0, -1.0]] for pages in log]
+    log[0][0][0] = 1.0
+    data, pages = world(log)
+    owner = np.repeat(pages.users_P, np.diff(pages.offsets_P1))
+
+    def positives(crop: str) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        for _, items, _ in blocks(PageSampler(data, pages, config(targets, crop=crop, exposed=exposed, max_items=longest), 1)):
+            for item in items:
+                if pages.intensities_S[item] >= 1:
+                    found.setdefault(int(owner[item]), set()).add(item)
+        return found
+
+    whole, last = positives("cover"), positives("last")
+    assert whole.keys() == last.keys()
+    if targets != "point":
+        assert all(last[user] <= whole[user] and max(whole[user]) in last[user] for user in whole)
+
+
 def test_what_is_held_out_of_a_page_is_neither_asked_nor_a_contrast() -> None:
     data, pages = world([[[1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [1.0]]])
     held_out = replace(pages, parts_S=np.array([0, 0, 0, 1, 0, 1, 2], np.int8))

@@ -21,7 +21,7 @@ from semantide.shared.models.targets import TargetBlocks, target_log_probs
 from semantide.shared.models.token_merger import MergerConfig
 
 from .rank_threads import on_threads
-from .test_page_batches import asked, config, world
+from .test_page_batches import Log, asked, config, world
 
 LEVELS = (5, 4)
 LOG = [[[1.0, 0.0], [3.0, 1.0, 0.0, 0.0], [1.0, 1.0]], [[1.0]], [[0.0, 1.0], [1.0, 3.0]]]
@@ -93,6 +93,26 @@ def test_pages_of_one_item_ask_what_every_place_of_a_history_does() -> None:
     found, expected = PageWise(generator, tokens_NL, config()).loss(sampler.epoch(0).batch(0)), NextToken(generator, tokens_NL, config()).loss(histories)
     torch.testing.assert_close(found.sums_K, expected.sums_K, rtol=1e-4, atol=1e-4)
     assert found.counts_K.tolist() == expected.counts_K.tolist()
+
+
+@pytest.mark.parametrize("targets", ["parallel", "point", "sequential"])
+@pytest.mark.parametrize("log", [LOG, [[[1.0], [0.0, 0.0, 0.0]], [[0.0, 0.0]]]])
+@pytest.mark.parametrize("per_batch", [1, 1000])
+def test_no_batch_weighs_more_than_its_targets_do(targets: str, log: Log, per_batch: int) -> None:
+    """The mean over targets of what each costs, by its weight: a batch of pages that were only shown is as light as they are."""
+    generator, tokens_NL = made()
+    asked_for = config(targets, exposed="weak", exposed_weight=0.1, items_per_batch=per_batch)
+    epoch, objective = PageSampler(*world(log), asked_for, 0).epoch(0), PageWise(generator, tokens_NL, asked_for)
+    shown = 0
+    for index in range(len(epoch)):
+        batch = epoch.batch(index)
+        found, targets_of = objective.loss(batch), batch.targets
+        assert targets_of is not None
+        shown += bool(targets_of.exposed_S.all())
+        # At the start all of five codes are about as likely: each costs some ln 5.
+        heaviest = float(targets_of.weights_S.max())
+        assert 0 < float(found.parts_K().detach().max()) <= 2.5 * heaviest
+    assert shown > 0 or per_batch > 1 or log is LOG
 
 
 def test_the_contrast_raises_what_was_taken_over_what_was_only_shown() -> None:
